@@ -1,0 +1,124 @@
+"""Settings: frozen, keyword-only, checked at birth. The connector's come as ``qcap.*`` keys of vLLM's extra config."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qcap.errors import ConfigError
+
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"0", "false", "no", "off", ""}
+
+
+def parse_bool(key: str, value: Any) -> bool:
+    """A bool from a bool, 0/1, or one of true/false/yes/no/on/off in any case.
+
+    Raises:
+        ConfigError: for anything else, naming ``key``.
+    """
+    if isinstance(value, bool):
+        return value
+    text = str(value).strip().lower()
+    if text in _TRUE:
+        return True
+    if text in _FALSE:
+        return False
+    raise ConfigError(f"{key} must be true or false, got {value!r}")
+
+
+def parse_int(key: str, value: Any, minimum: int | None = None) -> int:
+    """An int, optionally with a least value.
+
+    Raises:
+        ConfigError: not an integer, or too small.
+    """
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        raise ConfigError(f"{key} must be an integer, got {value!r}") from None
+    if minimum is not None and number < minimum:
+        raise ConfigError(f"{key} must be at least {minimum}, got {number}")
+    return number
+
+
+def parse_choice(key: str, value: Any, choices: tuple[str, ...]) -> str:
+    """One of ``choices``.
+
+    Raises:
+        ConfigError: for anything else, with the choices.
+    """
+    if value not in choices:
+        raise ConfigError(f"{key} must be one of {', '.join(map(repr, choices))}, got {value!r}")
+    return str(value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaptureConfig:
+    """What the connector does.
+
+    Args:
+        store: URL of the store (``file:///data/captures``, ``memory://name``). Key ``qcap.store``; required.
+        query: capture queries too. Key ``qcap.transfer_intermediate_tensors``, default False.
+        kv: capture keys and values. Key ``qcap.kv``, default True.
+        chunk_size: tokens in a stored chunk, a multiple of the engine's block size. Key ``qcap.chunk_size``, default 256.
+        on_pressure: ``skip`` never slows the engine and counts what it left out; ``wait`` never loses a row and holds the engine
+            back instead. Key ``qcap.on_pressure``, default ``skip`` (``qcap.vllm.transfer_config`` says ``wait``).
+        load: which requests may load stored KV: ``salted`` (those with a cache salt), ``all`` or ``off``.
+            Key ``qcap.load``, default ``salted``.
+        ring_blocks: blocks in the query ring; None sizes it from the engine. Key ``qcap.q.ring_blocks``.
+        ring_depth: steps of the largest size that the ring holds when it is sized from the engine. Key ``qcap.q.ring_depth``, default 2.
+        host_bytes: bound on chunks waiting in host memory to be written. Key ``qcap.host_bytes``, default 256 MiB.
+        model_name: the name to store under; None takes the engine's. Key ``qcap.model_name``.
+    """
+
+    store: str
+    query: bool = False
+    kv: bool = True
+    chunk_size: int = 256
+    on_pressure: str = "skip"
+    load: str = "salted"
+    ring_blocks: int | None = None
+    ring_depth: int = 2
+    host_bytes: int = 256 << 20
+    model_name: str | None = None
+
+    @classmethod
+    def from_extra(cls, extra: Mapping[str, Any]) -> CaptureConfig:
+        """From the ``qcap.*`` keys of a ``kv_connector_extra_config``; keys of others are left alone.
+
+        Raises:
+            ConfigError: an unknown ``qcap.*`` key (with the nearest known one), a value that cannot be read, or no store.
+        """
+        known = tuple(_PARSERS)
+        for key in extra:
+            if key.startswith("qcap.") and key not in _PARSERS:
+                near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+                raise ConfigError(f"unknown setting {key!r}: did you mean {near[0]!r}? Known: {', '.join(known)}")
+        if not extra.get("qcap.store"):
+            raise ConfigError("qcap.store is not set: give the store's URL, for instance 'file:///data/captures'")
+        values = {}
+        for key, (field, parse) in _PARSERS.items():
+            if key in extra and extra[key] is not None:
+                values[field] = parse(key, extra[key])
+        return cls(**values)
+
+
+def _at_least(minimum: int):  # type: ignore[no-untyped-def]
+    return lambda key, value: parse_int(key, value, minimum)
+
+
+_PARSERS: dict[str, tuple[str, Any]] = {
+    "qcap.store": ("store", lambda key, value: str(value)),
+    "qcap.transfer_intermediate_tensors": ("query", parse_bool),
+    "qcap.kv": ("kv", parse_bool),
+    "qcap.chunk_size": ("chunk_size", _at_least(1)),
+    "qcap.on_pressure": ("on_pressure", lambda key, value: parse_choice(key, value, ("wait", "skip"))),
+    "qcap.load": ("load", lambda key, value: parse_choice(key, value, ("salted", "all", "off"))),
+    "qcap.q.ring_blocks": ("ring_blocks", lambda key, value: max(1, parse_int(key, value))),
+    "qcap.q.ring_depth": ("ring_depth", lambda key, value: max(1, parse_int(key, value))),
+    "qcap.host_bytes": ("host_bytes", _at_least(1)),
+    "qcap.model_name": ("model_name", lambda key, value: str(value)),
+}

@@ -1,0 +1,134 @@
+"""The one interface that capture, the engine's worker and the SDK know of a store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+
+from qcap.geometry import Geometry
+from qcap.kinds import CacheKind
+from qcap.tokens import ChunkKey, ChunkRecord
+
+
+class StoreOutcome(Enum):
+    """What became of one chunk handed to a store."""
+
+    STORED = "stored"
+    EXISTS = "exists"
+    """An object with this key was already there; nothing was written."""
+    REFUSED = "refused"
+    """``on_pressure="skip"``: too many bytes were waiting."""
+    FAILED = "failed"
+    """The write, the check or the publish failed; nothing is visible. The reason is in the log and the metrics."""
+
+
+@dataclass(frozen=True)
+class LoadedChunk:
+    """One chunk read back and checked.
+
+    Args:
+        record: its header.
+        tensor: ``[planes, L, CH, H]`` in the record's dtype, on the CPU, owned by the caller.
+    """
+
+    record: ChunkRecord
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True)
+class SequenceRecord:
+    """What one served request left behind: its receipt.
+
+    Args:
+        model: base model name.
+        request_id: the engine's id of the request.
+        engine_id: of the engine that served it.
+        salt: the request's cache salt, "" for none.
+        token_ids: prompt and generated tokens, all ``N``.
+        prompt_tokens: how many of them were the prompt.
+        computed_tokens: tokens whose rows an engine has computed or read back: N - 1 for a request that ended by itself.
+        chunk_size: CH of this capture.
+        stored: kind -> indices of chunks that are in the store (stored now, or already there).
+        skipped: kind -> reason -> number of whole chunks that are not.
+        finished_at: seconds since the epoch.
+    """
+
+    model: str
+    request_id: str
+    engine_id: str
+    salt: str
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    computed_tokens: int
+    chunk_size: int
+    stored: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    skipped: dict[str, dict[str, int]] = field(default_factory=dict)
+    finished_at: float = 0.0
+
+
+class Backend(Protocol):
+    """Objects by key. Opened by :func:`qcap.backends.open_backend`; nothing above can tell which implementation it has.
+
+    All methods may be called from any thread.
+    """
+
+    def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
+        """For each key, whether a published object is there. No data is read."""
+
+    def lookup(self, keys: Sequence[ChunkKey]) -> int:
+        """The prefix rule: how many of ``keys``, from the first on, are there without a hole. Stops asking at the first hole."""
+
+    def store(self, record: ChunkRecord, source: torch.Tensor, event: Any = None, *, overwrite: bool = False) -> Future[StoreOutcome]:
+        """Queue one chunk; returns at once (or waits for room, by the backend's ``on_pressure``).
+
+        Args:
+            record: header; its key names the object.
+            source: ``[planes, L, CH, H]``, contiguous, on the host, not written to by the caller until the future is done.
+            event: a device event to wait for before ``source`` is read, or None.
+            overwrite: replace an object that is there (only edits may).
+
+        Returns:
+            A future that never raises: it ends as a :class:`StoreOutcome`. Writes are published in the order they were queued.
+        """
+
+    def load(self, key: ChunkKey) -> LoadedChunk | None:
+        """One chunk, checked against its header and checksums; None if no such object.
+
+        Raises:
+            ObjectCorrupt: an object is there but does not verify.
+            StoreUnavailable: the store cannot be reached.
+        """
+
+    def put_manifest(self, geometry: Geometry, kinds: Sequence[CacheKind], engine: dict[str, str]) -> None:
+        """Publish what a reader must know of a model, once. ``engine``: versions and settings, for the reader's information.
+
+        Raises:
+            GeometryMismatch: the store holds another geometry under this model name, chunk size, dtype and tensor-parallel size.
+        """
+
+    def manifests(self, model: str | None = None) -> list[tuple[Geometry, tuple[CacheKind, ...], dict[str, str]]]:
+        """The manifests of ``model`` (of all models if None), as published by :meth:`put_manifest` (rank 0's geometry)."""
+
+    def put_sequence(self, record: SequenceRecord) -> Future[None]:
+        """Queue a receipt; it becomes visible after every chunk queued before it."""
+
+    def sequences(self, model: str | None = None) -> list[SequenceRecord]:
+        """All receipts, oldest first."""
+
+    def poll(self) -> int:
+        """Chunks and receipts queued and not yet done."""
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Wait until nothing is queued; False if ``timeout_s`` went by first."""
+
+    def counters(self) -> dict[str, int]:
+        """Counts since opening: ``stored``, ``exists``, ``refused``, ``failed``, ``bytes_stored``, ``loaded``, ``load_missing``,
+        ``load_corrupt``, and so on. Keys are stable."""
+
+    def close(self) -> None:
+        """Drain, then release everything. Safe to call twice."""

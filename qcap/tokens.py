@@ -1,0 +1,205 @@
+"""From token ids to keys: chunking, chained digests, salts. Plain values.
+
+A chunk's digest is ``blake3(parent digest || token ids as big-endian uint32)``, seed-free, so that two processes and two machines
+agree. The first chunk's parent is :data:`ROOT_DIGEST`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from blake3 import blake3
+
+from qcap.errors import TokenError
+from qcap.geometry import Geometry
+from qcap.kinds import CacheKind
+
+ROOT_DIGEST = blake3(b"qcap chunk chain v1").hexdigest()
+MAX_SALT_CHARS = 128
+_SALT_FORBIDDEN = "@/\\\0"
+
+TokenIds = Sequence[int] | np.ndarray | torch.Tensor
+
+
+def as_token_array(tokens: TokenIds) -> np.ndarray:
+    """Token ids as a contiguous uint32 array ``[T]``.
+
+    Raises:
+        TokenError: not a flat sequence of integers, or an id outside ``[0, 2**32)``.
+    """
+    if isinstance(tokens, str | bytes):
+        raise TokenError(f"token ids wanted, got {type(tokens).__name__}: tokenise the text first")
+    if isinstance(tokens, torch.Tensor):
+        tokens = tokens.detach().cpu().numpy()
+    array = np.asarray(tokens)
+    if array.size == 0:
+        return np.empty(0, dtype=np.uint32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise TokenError(f"token ids must be a flat sequence of integers, got shape {array.shape} of {array.dtype}")
+    if int(array.min()) < 0 or int(array.max()) >= 2**32:
+        raise TokenError(f"token ids must lie in [0, 2**32), got {int(array.min())}..{int(array.max())}")
+    return np.ascontiguousarray(array, dtype=np.uint32)
+
+
+def check_salt(salt: str) -> str:
+    """The salt, if it can be part of a key.
+
+    Raises:
+        TokenError: it holds ``@``, ``/``, ``\\`` or NUL, or is longer than 128 characters.
+    """
+    if not isinstance(salt, str):
+        raise TokenError(f"salt must be a string, got {type(salt).__name__}")
+    if len(salt) > MAX_SALT_CHARS or any(c in salt for c in _SALT_FORBIDDEN):
+        raise TokenError(f"salt {salt[:40]!r} must be at most {MAX_SALT_CHARS} characters and hold none of @ / \\ NUL")
+    return salt
+
+
+@dataclass(frozen=True)
+class TokenChunk:
+    """Tokens ``[start, end)`` of a sequence, with the digest of everything up to ``end``."""
+
+    start: int
+    end: int
+    digest: str
+    parent: str
+
+    @property
+    def index(self) -> int:
+        """The chunk's number in its sequence (all chunks of a sequence are of one size)."""
+        return self.start // (self.end - self.start)
+
+
+class ChunkedTokenDatabase:
+    """Cuts token ids into whole chunks and chains their digests. The tail that fills no chunk has no key."""
+
+    def __init__(self, chunk_size: int = 256) -> None:
+        if chunk_size <= 0:
+            raise TokenError(f"chunk_size must be positive, got {chunk_size}")
+        self.chunk_size = chunk_size
+
+    def chunks(self, tokens: TokenIds) -> list[TokenChunk]:
+        """All whole chunks of ``tokens``, from token 0."""
+        return self.extend([], tokens)
+
+    def extend(self, known: list[TokenChunk], tokens: TokenIds) -> list[TokenChunk]:
+        """``known`` (this sequence's first chunks) followed by the rest of ``tokens``' whole chunks; hashes only what is new."""
+        array = as_token_array(tokens)
+        chunks = list(known)
+        parent = chunks[-1].digest if chunks else ROOT_DIGEST
+        for start in range(len(chunks) * self.chunk_size, len(array) - self.chunk_size + 1, self.chunk_size):
+            digest = chain_digest(parent, array[start : start + self.chunk_size])
+            chunks.append(TokenChunk(start, start + self.chunk_size, digest, parent))
+            parent = digest
+        return chunks
+
+
+def chain_digest(parent: str, tokens: TokenIds) -> str:
+    """The digest of ``tokens`` after everything behind ``parent``: 64 hex digits."""
+    return blake3(bytes.fromhex(parent) + as_token_array(tokens).astype(">u4").tobytes()).hexdigest()
+
+
+@dataclass(frozen=True)
+class ChunkKey:
+    """The identity of one stored object.
+
+    Args:
+        model: model name with the kind's suffix.
+        tp_size, tp_rank: whose heads these are.
+        dtype: of the rows, by name.
+        digest: chained digest of the tokens.
+        salt: "" for what the engine computed; else the edit's (or the tenant's) salt.
+        tags: further identity, e.g. a LoRA's name.
+    """
+
+    model: str
+    tp_size: int
+    tp_rank: int
+    dtype: str
+    digest: str
+    salt: str = ""
+    tags: tuple[tuple[str, str], ...] = field(default=())
+
+    def __post_init__(self) -> None:
+        check_salt(self.salt)
+        if "\0" in self.model or not self.model:
+            raise TokenError(f"model name {self.model!r} is empty or holds NUL")
+
+    def fingerprint(self) -> str:
+        """A hash over all fields, unambiguous for any characters in them: the object's name in a store."""
+        fields = [self.model, str(self.tp_size), str(self.tp_rank), self.dtype, self.digest, self.salt]
+        fields += [part for tag in self.tags for part in tag]
+        hasher = blake3()
+        for text in fields:
+            raw = text.encode()
+            hasher.update(len(raw).to_bytes(8, "big") + raw)
+        return hasher.hexdigest()
+
+    def for_rank(self, rank: int) -> ChunkKey:
+        """The same chunk of another rank's heads."""
+        return replace(self, tp_rank=rank)
+
+    def layer(self, layer_id: int) -> LayerKey:
+        """The key of one layer of this chunk."""
+        return LayerKey(self, layer_id)
+
+
+@dataclass(frozen=True)
+class LayerKey:
+    """One layer of one chunk. Never equal to a plain key."""
+
+    chunk: ChunkKey
+    layer_id: int
+
+
+@dataclass(frozen=True)
+class ChunkRecord:
+    """Everything about one chunk but its tensor: what goes into an object's header.
+
+    Args:
+        kind: what the tensor holds.
+        geometry: of the rank that computed it.
+        start: position of the chunk's first token in its sequence.
+        token_ids: ``[CH]``.
+        digest, parent: of the chain.
+        salt: see :class:`ChunkKey`.
+        positions: the position each row's rotation stands for, ``[CH]``; ``start..start+CH`` for what an engine computed.
+        edit: how an edit came about (name, parameters, parent salt), JSON text; "" for what an engine computed.
+        tags: see :class:`ChunkKey`.
+    """
+
+    kind: CacheKind
+    geometry: Geometry
+    start: int
+    token_ids: tuple[int, ...]
+    digest: str
+    parent: str
+    salt: str = ""
+    positions: tuple[int, ...] = ()
+    edit: str = ""
+    tags: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        check_salt(self.salt)
+        if not self.positions:
+            object.__setattr__(self, "positions", tuple(range(self.start, self.start + len(self.token_ids))))
+        if len(self.positions) != len(self.token_ids) or len(self.token_ids) != self.geometry.chunk_size:
+            raise TokenError(
+                f"a chunk has {self.geometry.chunk_size} tokens and as many positions, got {len(self.token_ids)} and {len(self.positions)}"
+            )
+
+    @property
+    def key(self) -> ChunkKey:
+        """Where this chunk is kept."""
+        return chunk_key(self.kind, self.geometry, self.digest, self.salt, self.tags)
+
+
+def chunk_key(
+    kind: CacheKind, geometry: Geometry, digest: str, salt: str = "", tags: Iterable[tuple[str, str]] = ()
+) -> ChunkKey:
+    """The key of the chunk with ``digest`` for ``geometry``'s rank."""
+    return ChunkKey(
+        kind.model_name(geometry.model), geometry.tp_size, geometry.tp_rank, geometry.dtype, digest, salt, tuple(sorted(tags))
+    )
