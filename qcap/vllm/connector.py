@@ -1,0 +1,181 @@
+"""``QcapConnector``: vLLM's KV connector interface, mapped to :class:`SchedulerSide` and :class:`WorkerSide`. Fits vLLM 0.20 to 0.32."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+
+from qcap.attribution import Step
+from qcap.backends import open_backend
+from qcap.config import CaptureConfig
+from qcap.errors import ConfigError, Unsupported
+from qcap.geometry import dtype_name
+from qcap.vllm.layouts import CacheGroup, pick_group
+from qcap.vllm.scheduler import KeyParts, SchedulerSide
+from qcap.vllm.worker import WorkerSide, finish_in_process
+
+logger = logging.getLogger("qcap.vllm")
+if not logging.getLogger("qcap").handlers:
+    logging.getLogger("qcap").parent = logging.getLogger("vllm")  # in an engine's process, qcap speaks where and as vLLM does
+
+
+@dataclass
+class QcapMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """One step's :class:`~qcap.attribution.Step`, on its way to the workers."""
+
+    step: Step
+
+
+class QcapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """Captures Q and KV of a stock vLLM, and loads stored KV for requests that ask for it by their cache salt.
+
+    Settings are the ``qcap.*`` keys of ``kv_connector_extra_config``; see :class:`~qcap.config.CaptureConfig`.
+
+    Raises:
+        ConfigError: a setting is unknown or illegal, or the chunk size does not fit the block size.
+    """
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        if transfer is None:
+            raise ConfigError("no kv_transfer_config: build one with qcap.vllm.transfer_config(store_url)")
+        self._config = CaptureConfig.from_extra(transfer.kv_connector_extra_config)
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._engine_id = str(transfer.engine_id)
+        try:
+            group: CacheGroup | None = pick_group(kv_cache_config, _hidden_layers(vllm_config))
+        except Unsupported as error:
+            logger.warning("qcap captures nothing: %s", error)
+            return
+        assert group is not None
+        if self._config.chunk_size % group.block_size:
+            raise ConfigError(
+                f"qcap.chunk_size {self._config.chunk_size} is not a multiple of the engine's block size {group.block_size}: "
+                f"set qcap.chunk_size to a multiple of it, or the engine's block_size to a divisor of the chunk size"
+            )
+        model = vllm_config.model_config
+        name = self._config.model_name or str(model.model)
+        if role == KVConnectorRole.WORKER:
+            self._worker = WorkerSide(vllm_config, self._config, group, name)
+            return
+        dtype = model.dtype if isinstance(model.dtype, torch.dtype) else getattr(torch, str(model.dtype).removeprefix("torch."))
+        self._scheduler = SchedulerSide(
+            self._config,
+            KeyParts(name, vllm_config.parallel_config.tensor_parallel_size, dtype_name(dtype)),
+            group=group.index,
+            block_size=group.block_size,
+            backend=lambda: open_backend(self._config.store),
+            speculative=getattr(vllm_config, "speculative_config", None) is not None,
+            finish_now=lambda update, done: finish_in_process(self._engine_id, update, done),
+            note={"store": self._config.store, "engine_id": self._engine_id},
+        )
+
+    # ---- class level --------------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """Queries are captured by kernels that full graphs record, so the engine's graph mode is left alone."""
+        return False
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Any certified layout will do."""
+        return None
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A recorder: no request depends on it."""
+        return False
+
+    # ---- worker -------------------------------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """vLLM's pages exist."""
+        if self._worker is not None:
+            self._worker.register(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins (``start_load_kv`` may come after the forward pass)."""
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None and isinstance(connector_metadata, QcapMetadata):
+            self._worker.begin(connector_metadata.step)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Fill pages, if this step has loads."""
+        if self._worker is not None:
+            self._worker.load()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are whole before the forward pass starts."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Rows are taken by the hooks and from the pages."""
+
+    def wait_for_save(self) -> None:
+        """The forward pass of this step has been queued."""
+        if self._worker is not None:
+            self._worker.end()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        """No request's blocks are ever held back."""
+        if self._worker is not None:
+            self._worker.settle()
+        return None, None
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Blocks that could not be filled in this step."""
+        return self._worker.take_failed_blocks() if self._worker is not None else set()
+
+    def shutdown(self) -> None:
+        """Everything captured reaches the store before the process goes."""
+        if self._worker is not None:
+            self._worker.close()
+        if self._scheduler is not None:
+            self._scheduler.close()
+
+    # ---- scheduler ----------------------------------------------------------------------------------------------------------------
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """How much stored KV can be loaded beyond what vLLM has."""
+        if self._scheduler is None:
+            return 0, False
+        return self._scheduler.matched_tokens(request, num_computed_tokens), False
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """vLLM gave the request its blocks."""
+        if self._scheduler is not None:
+            self._scheduler.allocated(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        """What the workers must know of this step."""
+        return QcapMetadata(self._scheduler.step(scheduler_output) if self._scheduler is not None else Step(0))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Remember which loads failed, so that they are not claimed again."""
+        failed = getattr(connector_output, "invalid_block_ids", None)
+        if failed and self._scheduler is not None:
+            self._scheduler.load_failed(set(failed))
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """A request ended; its blocks may be freed at once."""
+        return False, self._scheduler.finished(request) if self._scheduler is not None else None
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        """The same, for engines with several KV cache groups."""
+        return self.request_finished(request, block_ids[0] if block_ids else [])
+
+
+def _hidden_layers(vllm_config: Any) -> int | None:
+    config = getattr(vllm_config.model_config, "hf_text_config", None)
+    return getattr(config, "num_hidden_layers", None)

@@ -1,0 +1,94 @@
+"""The one file that touches vLLM's insides: it replaces ``layer.impl.forward`` on attention layers, on enter, and puts it back on exit.
+
+The attribute is looked up inside an opaque custom op at call time, so the replacement is seen in eager mode, under ``torch.compile``, and while
+a CUDA graph is recorded (a replay runs what was recorded, without Python). Each target is checked: it must exist and have the expected
+parameters. What was changed is in :attr:`QueryHooks.hooked`, what was not, with the reason, in :attr:`QueryHooks.refused`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+_PARAMETERS = ("layer", "query", "key", "value", "kv_cache", "attn_metadata")
+
+OnQuery = Callable[[int, str, torch.Tensor, Any], None]
+"""Called with (index of the layer, its name, queries, attention metadata)."""
+
+
+def attention_layers(vllm_config: Any) -> dict[str, Any]:
+    """The model's attention layers by name, from vLLM's static forward context."""
+    context = vllm_config.compilation_config.static_forward_context
+    return {name: layer for name, layer in context.items() if hasattr(layer, "impl")}
+
+
+def refusal(layer: Any) -> str:
+    """Why ``layer``'s queries cannot be taken at ``impl.forward``; "" if they can."""
+    names = {base.__name__ for base in type(layer).__mro__}
+    if "MLAAttention" in names:
+        return "multi-head latent attention does not go through impl.forward"
+    if "Attention" not in names:
+        return f"{type(layer).__name__} is not vLLM's Attention"
+    forward = getattr(type(layer.impl), "forward", None)
+    if forward is None:
+        return f"{type(layer.impl).__name__} has no forward"
+    parameters = tuple(inspect.signature(inspect.unwrap(forward)).parameters)[1 : len(_PARAMETERS) + 1]
+    if parameters != _PARAMETERS:
+        return f"{type(layer.impl).__name__}.forward takes {parameters}, expected {_PARAMETERS}"
+    return ""
+
+
+def slot_mapping_of(layer_name: str, attn_metadata: Any) -> torch.Tensor | None:
+    """The KV slot of each row in the running forward pass, or None where there is none (profiling, a micro-batched pass)."""
+    from vllm.forward_context import get_forward_context, is_forward_context_available
+
+    if is_forward_context_available():
+        mapping = getattr(get_forward_context(), "slot_mapping", None)
+        if isinstance(mapping, list):
+            return None  # micro-batches run on two threads; their rows are not attributed
+        if isinstance(mapping, Mapping) and layer_name in mapping:
+            found = mapping[layer_name]
+            return found if isinstance(found, torch.Tensor) else None
+    if isinstance(attn_metadata, Mapping):
+        attn_metadata = attn_metadata.get(layer_name)
+    found = getattr(attn_metadata, "slot_mapping", None)
+    return found if isinstance(found, torch.Tensor) else None
+
+
+class QueryHooks:
+    """Calls ``on_query`` before each attention layer's own forward, from :meth:`install` to :meth:`remove`."""
+
+    def __init__(self, layers: Mapping[str, Any], on_query: OnQuery) -> None:
+        self._layers, self._on_query = dict(layers), on_query
+        self.hooked: list[str] = []
+        self.refused = {name: reason for name, layer in self._layers.items() if (reason := refusal(layer))}
+
+    def install(self) -> None:
+        """Replace ``impl.forward`` on every layer; all or none are to be captured, so a refused layer is the caller's business first."""
+        for index, (name, layer) in enumerate(self._layers.items()):
+            if name in self.refused:
+                continue
+            layer.impl.forward = self._wrap(index, name, layer.impl.forward)
+            self.hooked.append(name)
+
+    def _wrap(self, index: int, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        on_query = self._on_query
+
+        def forward(layer: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            metadata = args[3] if len(args) > 3 else kwargs.get("attn_metadata")
+            on_query(index, name, query, metadata)
+            return original(layer, query, *args, **kwargs)
+
+        forward.qcap_original = original  # type: ignore[attr-defined]
+        return forward
+
+    def remove(self) -> None:
+        """Put every layer's own forward back."""
+        for name in self.hooked:
+            impl = self._layers[name].impl
+            if hasattr(impl.__dict__.get("forward"), "qcap_original"):
+                del impl.forward  # the class's own method is seen again
+        self.hooked.clear()

@@ -1,0 +1,251 @@
+"""The scheduler's half: says what each step computes, which stored chunks to load, which token ids became known, and who finished."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from qcap.attribution import FinishedRequest, LoadRequest, RequestStep, Step, TokenUpdate
+from qcap.config import CaptureConfig
+from qcap.errors import QcapError
+from qcap.kinds import CacheKind
+from qcap.store.tiers import Backend
+from qcap.tokens import ChunkedTokenDatabase, ChunkKey, TokenChunk
+
+logger = logging.getLogger("qcap.vllm")
+
+
+@dataclass(frozen=True)
+class KeyParts:
+    """What a key needs beside a digest and a salt."""
+
+    model: str
+    tp_size: int
+    dtype: str
+
+    def keys(self, kind: CacheKind, digest: str, salt: str) -> list[ChunkKey]:
+        """The key of one chunk on every rank: a chunk is there only if all ranks' objects are."""
+        return [ChunkKey(kind.model_name(self.model), self.tp_size, rank, self.dtype, digest, salt) for rank in range(self.tp_size)]
+
+
+@dataclass
+class _Followed:
+    uid: int
+    request: Any
+    salt: str
+    skip: str
+    block_ids: list[int] = field(default_factory=list)
+    told: int = 0  # token ids sent to the worker
+    chunks: list[TokenChunk] = field(default_factory=list)
+    local: int = 0  # tokens in vLLM's own prefix cache at the last look
+    load: tuple[int, int] | None = None
+
+
+class SchedulerSide:
+    """Follows every request from admission to end.
+
+    Args:
+        config: the connector's settings.
+        parts: for keys.
+        group: index of the captured KV cache group.
+        block_size: of that group.
+        backend: opened on first use; only presence is asked for here.
+        speculative: the engine drafts tokens.
+        finish_now: hands (token update, finished request) to a worker in this process and says whether there is one.
+    """
+
+    def __init__(
+        self,
+        config: CaptureConfig,
+        parts: KeyParts,
+        *,
+        group: int,
+        block_size: int,
+        backend: Callable[[], Backend],
+        speculative: bool,
+        finish_now: Callable[[TokenUpdate | None, FinishedRequest], bool],
+        note: dict[str, str],
+    ) -> None:
+        self._config, self._parts = config, parts
+        self._group, self._block_size = group, block_size
+        self._open_backend, self._backend = backend, None
+        self._speculative, self._finish_now, self._note = speculative, finish_now, note
+        self._database = ChunkedTokenDatabase(config.chunk_size)
+        self._followed: dict[str, _Followed] = {}
+        self._next_uid, self._number = 1, 0
+        self._finished: list[FinishedRequest] = []
+        self._last_tokens: list[TokenUpdate] = []
+        self._load_failed: set[str] = set()
+
+    # ---- matching -----------------------------------------------------------------------------------------------------------------
+
+    def matched_tokens(self, request: Any, local_tokens: int) -> int:
+        """Stored tokens beyond ``local_tokens`` that the worker can load, block aligned; at least one token is left to compute."""
+        followed = self._follow(request)
+        followed.local, followed.load = local_tokens, None
+        policy = self._config.load
+        if policy == "off" or followed.skip or (policy == "salted" and not followed.salt) or request.request_id in self._load_failed:
+            return 0
+        tokens = request.all_token_ids
+        limit = (len(tokens) - 1) // self._block_size * self._block_size
+        if limit <= local_tokens:
+            return 0
+        chunks = followed.chunks = self._database.extend(followed.chunks, list(tokens))
+        try:
+            stored = self._stored_chunks(chunks[: -(-limit // self._config.chunk_size)], followed.salt)
+        except QcapError as error:
+            logger.warning("the store cannot be asked, request %s is computed in full: %s", request.request_id, error)
+            return 0
+        return max(0, min(stored * self._config.chunk_size, limit) - local_tokens)
+
+    def _stored_chunks(self, chunks: Sequence[TokenChunk], salt: str) -> int:
+        if self._backend is None:
+            self._backend = self._open_backend()
+        kinds = [CacheKind.KV]
+        if self._config.load == "all" and self._config.query and not salt:
+            kinds.append(CacheKind.QUERY)  # a chunk whose queries are not stored yet is computed, so that they are captured
+        count = 0
+        for chunk in chunks:
+            if not all(all(self._backend.contains(self._parts.keys(kind, chunk.digest, salt))) for kind in kinds):
+                break
+            count += 1
+        return count
+
+    def _follow(self, request: Any) -> _Followed:
+        followed = self._followed.get(request.request_id)
+        if followed is None or followed.request is not request:
+            followed = _Followed(self._next_uid, request, getattr(request, "cache_salt", None) or "", _why_not(request))
+            self._followed[request.request_id] = followed
+            self._next_uid += 1
+        return followed
+
+    def allocated(self, request: Any, external_tokens: int) -> None:
+        """vLLM gave the request blocks; ``external_tokens`` of them are ours to fill."""
+        followed = self._follow(request)
+        if external_tokens > 0:
+            followed.load = (followed.local, followed.local + external_tokens)
+
+    # ---- one step -----------------------------------------------------------------------------------------------------------------
+
+    def step(self, output: Any) -> Step:
+        """What the worker must know of the step that ``output`` (vLLM's SchedulerOutput) describes."""
+        self._number += 1
+        requests: list[RequestStep] = []
+        loads: list[LoadRequest] = []
+        cached = output.scheduled_cached_reqs
+        resumed = set(getattr(cached, "resumed_req_ids", ()) or ())
+        for i, request_id in enumerate(cached.req_ids):
+            followed = self._followed.get(request_id)
+            if followed is None:
+                continue
+            new = cached.new_block_ids[i]
+            again = request_id in resumed
+            if again:
+                followed.block_ids = []
+            if new is not None:
+                followed.block_ids.extend(new[self._group])
+            self._plan(followed, cached.num_computed_tokens[i], output, again, requests, loads)
+        for data in output.scheduled_new_reqs:
+            followed = self._followed.get(data.req_id)
+            if followed is None:
+                continue
+            followed.block_ids = list(data.block_ids[self._group])
+            self._plan(followed, data.num_computed_tokens, output, True, requests, loads)
+        tokens = [*self._last_tokens, *(update for f in self._followed.values() if (update := self._known(f)) is not None)]
+        finished, self._finished, self._last_tokens = self._finished, [], []
+        preempted = [f.uid for i in (output.preempted_req_ids or ()) if (f := self._followed.get(i)) is not None]
+        scheduled = {r.uid for r in requests}
+        for uid in preempted:
+            if uid not in scheduled:
+                next(f for f in self._followed.values() if f.uid == uid).block_ids = []
+        return Step(
+            self._number,
+            tuple(requests),
+            tuple(tokens),
+            tuple(finished),
+            tuple(preempted),
+            tuple(loads),
+            speculative=self._speculative,
+        )
+
+    def _plan(
+        self, followed: _Followed, start: int, output: Any, admitted: bool, requests: list[RequestStep], loads: list[LoadRequest]
+    ) -> None:
+        request_id = followed.request.request_id
+        end = start + output.num_scheduled_tokens.get(request_id, 0)
+        n, size = self._block_size, self._config.chunk_size
+        first = 0 if admitted else start // size * (size // n)
+        blocks = tuple(followed.block_ids[first : -(-end // n)])
+        skip = followed.skip
+        if not skip and len(blocks) != -(-end // n) - first:
+            skip = "block-table-unknown"
+        requests.append(RequestStep(followed.uid, request_id, followed.salt, start, end, first, blocks, admitted, skip))
+        if followed.load is not None:
+            begin, until = followed.load
+            followed.load = None
+            chunks = followed.chunks[: -(-until // size)]
+            loads.append(
+                LoadRequest(
+                    followed.uid,
+                    request_id,
+                    followed.salt,
+                    begin,
+                    until,
+                    tuple(followed.block_ids[: until // n]),
+                    tuple(c.digest for c in chunks),
+                    tuple(followed.request.all_token_ids[: chunks[-1].end]),
+                )
+            )
+
+    @staticmethod
+    def _known(followed: _Followed) -> TokenUpdate | None:
+        """Token ids since the last time. Placeholders of asynchronous scheduling are not among a request's ids."""
+        if followed.skip:
+            return None
+        ids = followed.request.all_token_ids
+        if len(ids) <= followed.told:
+            return None
+        update = TokenUpdate(followed.uid, followed.told, tuple(ids[followed.told :]))
+        followed.told = len(ids)
+        return update
+
+    # ---- ends ---------------------------------------------------------------------------------------------------------------------
+
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        """A request ended. A worker in this process is told at once (the engine may never step again); others in the next step."""
+        followed = self._followed.pop(request.request_id, None)
+        self._load_failed.discard(request.request_id)
+        if followed is None:
+            return None
+        update = self._known(followed)
+        total = len(request.all_token_ids)
+        done = FinishedRequest(followed.uid, total, request.num_prompt_tokens, max(0, min(total - 1, request.num_computed_tokens)))
+        if not self._finish_now(update, done):
+            if update is not None:
+                self._last_tokens.append(update)
+            self._finished.append(done)
+        return {"qcap": {**self._note, "request_id": request.request_id}}
+
+    def load_failed(self, block_ids: set[int]) -> None:
+        """The worker could not fill these blocks: whoever uses them is not offered the store again."""
+        for request_id, followed in self._followed.items():
+            if block_ids.intersection(followed.block_ids):
+                self._load_failed.add(request_id)
+
+    def close(self) -> None:
+        """Let go of the store."""
+        if self._backend is not None:
+            self._backend.close()
+
+
+def _why_not(request: Any) -> str:
+    """Why nothing of a request may be stored: what it computed does not follow from its token ids alone."""
+    if getattr(request, "prompt_token_ids", None) is None or getattr(request, "prompt_embeds", None) is not None:
+        return "no-token-ids"
+    if getattr(request, "mm_features", None):
+        return "multimodal"
+    if getattr(request, "lora_request", None) is not None:
+        return "lora"
+    return ""
