@@ -95,6 +95,7 @@ class Step:
     """One step as the scheduler planned it. ``number`` counts from 1.
 
     ``speculative``: the engine drafts tokens, so computed rows may be rejected; rows are final up to the last known token only.
+    ``resampled``: requests whose tokens in flight were thrown away and will be sampled anew.
     """
 
     number: int
@@ -104,6 +105,7 @@ class Step:
     preempted: tuple[int, ...] = ()
     loads: tuple[LoadRequest, ...] = ()
     speculative: bool = False
+    resampled: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -206,6 +208,8 @@ class RowLedger:
             self.abandon()
         for uid in step.preempted:
             self._forget_kv(uid)
+        for kv in self._written(step):  # what another request's rows stood for is being overwritten
+            self._drop_kv(self._of_kv.get(kv))
         pairs: dict[int, int] = {}
         touched = {r.uid for r in step.requests}
         computing = [r for r in step.requests if not r.skip and r.end > r.start]
@@ -224,6 +228,13 @@ class RowLedger:
         order = np.argsort(kv, kind="stable")
         ring = np.fromiter(pairs.values(), dtype=np.int64, count=len(pairs))
         return StepPlan(kv[order], ring[order])
+
+    def _written(self, step: Step) -> Iterable[int]:
+        for request in step.requests:
+            first = request.start // self._n - request.first_block
+            yield from request.block_ids[max(first, 0) :]
+        for load in step.loads:
+            yield from load.block_ids[load.start // self._n :]
 
     def commit(self, step_number: int, invalid: Iterable[int] = ()) -> None:
         """The step's rows have been written. Rows of ``invalid`` requests were computed on bad data: they count as not there."""

@@ -24,22 +24,25 @@ import torch
 
 from qcap import kernels
 from qcap.attribution import PLAN_PADDING, CompleteChunk, FinishedRequest, RowLedger, Step, TokenUpdate
-from qcap.errors import Unsupported
+from qcap.errors import StoreError, Unsupported
 from qcap.geometry import Geometry, PagedLayout
 from qcap.kinds import CacheKind
 from qcap.ring import QRingBuffer
+from qcap.store.metrics import RateLimitedLog
 from qcap.store.tiers import Backend, SequenceRecord, StoreOutcome
 from qcap.tokens import ChunkedTokenDatabase, ChunkRecord, TokenChunk, chunk_key
 
 logger = logging.getLogger("qcap.capture")
+often = RateLimitedLog(logger)
 
 
 @dataclass(frozen=True)
 class Staged:
-    """A whole chunk on its way: ``host`` ``[planes, L, CH, H]``, good once ``ready.synchronize()`` has returned."""
+    """A whole chunk on its way: ``host`` ``[planes, L, CH, H]``, good once ``ready.synchronize()`` has returned. ``also``: what goes back with it."""
 
     host: torch.Tensor
     ready: Ready
+    also: tuple[torch.Tensor, ...] = ()
 
 
 class RowsMissing(Unsupported):
@@ -117,11 +120,11 @@ class HostBuffers:
                 return buffer
         return torch.empty(shape, dtype=dtype, pin_memory=self._pinned)
 
-    def give(self, buffer: torch.Tensor) -> None:
-        """The buffer is no longer read by anyone."""
+    def give(self, buffer: torch.Tensor, *, written: bool = True) -> None:
+        """The buffer is no longer read by anyone. ``written=False``: a copy into it may still run, so it is not used again."""
         with self._lock:
             self.outstanding -= 1
-            if self._free_bytes + buffer.nbytes <= self._keep_bytes:
+            if written and self._free_bytes + buffer.nbytes <= self._keep_bytes:
                 self._free.setdefault((tuple(buffer.shape), buffer.dtype), []).append(buffer)
                 self._free_bytes += buffer.nbytes
 
@@ -132,6 +135,10 @@ class Ready:
     def __init__(self, event: Any, check: Callable[[], None] | None = None) -> None:
         self._event, self._check = event, check
         self.failure = ""
+
+    def done(self) -> bool:
+        """Whether the copies are over; waits for nothing."""
+        return self._event is None or bool(self._event.query())
 
     def synchronize(self) -> None:
         """Block until the chunk is on the host.
@@ -179,7 +186,7 @@ class Stager:
             gather(host)
             for source, target in extras:
                 target.copy_(source)
-            return Staged(host, Ready(None, finish))
+            return Staged(host, Ready(None, finish), tuple(target for _, target in extras))
         on_device = torch.empty(shape, dtype=dtype, device=self.device)
         gather(on_device)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -191,7 +198,7 @@ class Stager:
                 source.record_stream(self._stream)
             event = torch.cuda.Event()
             event.record(self._stream)
-        return Staged(host, Ready(event, finish))
+        return Staged(host, Ready(event, finish), tuple(target for _, target in extras))
 
 
 class QueryFeature:
@@ -241,8 +248,7 @@ class QueryFeature:
             self.ring, geometry.chunk_size, spill=self._spill if never_lose else None, on_skip=self._on_skip
         )
         self._skips: dict[int, dict[int, str]] = {}
-        self._number = 0
-        self._calls = 0
+        self._number = self._calls = self._rows = 0
         self.active = False
 
     def _on_skip(self, uid: int, chunk: int, reason: str) -> None:
@@ -272,8 +278,11 @@ class QueryFeature:
         rows = query.shape[0]
         slots = self._ring_slots[:rows]
         if layer == 0:
+            self._rows = rows
             kernels.slot_attribution(slot_mapping[:rows], self._plan[0], self._plan[1], self._geometry.block_size, slots)
             kernels.row_scatter(self._step.expand(rows, 1), slots, self._stamps.view(-1, 1))
+        elif rows != self._rows:  # fast prefill with shared KV: later layers see fewer rows, and which ones is not ours to guess
+            raise Unsupported(f"layer {layer} has {rows} query rows, layer 0 had {self._rows}")
         self.ring.scatter(layer, query, slots)
         self._calls += 1
 
@@ -284,7 +293,7 @@ class QueryFeature:
         if self.active and self._calls % self._geometry.num_layers:
             self._counters["query.steps_incomplete"] += 1
             self.ledger.abandon()
-            logger.error("only %d of %d layers brought queries in step %d: its rows are dropped", self._calls, self._geometry.num_layers, step_number)
+            often.error("only %d of %d layers brought queries in step %d: its rows are dropped", self._calls, self._geometry.num_layers, step_number)
         else:
             self.ledger.commit(step_number, invalid)
         self.quiet()
@@ -313,7 +322,6 @@ class QueryFeature:
 
         def check(host: torch.Tensor) -> None:
             seen = stamps.numpy().copy()
-            self._stager.buffers.give(stamps)
             for block, away in chunk.spilled.items():
                 span = slice(block * g.block_size, (block + 1) * g.block_size)
                 rows = ~chunk.resident[span]
@@ -465,6 +473,8 @@ class Capture:
         self._lock = threading.RLock()  # steps and ends; may be held while the store makes the engine wait
         self._book = threading.Lock()  # what the writer's thread notes; never held while calling the store
         self._off: set[str] = set()
+        self._told: set[str] = set()
+        self._tainted: set[int] = set()  # KV blocks that hold what was computed on a failed load, until they are computed anew
 
     # ---- posture ------------------------------------------------------------------------------------------------------------------
 
@@ -476,7 +486,9 @@ class Capture:
         except Exception:
             self.counters["errors"] += 1
             names = [feature] if feature is not None else list(self.features)
-            logger.exception("qcap: %s failed; %s is turned off, the engine goes on", what, ", ".join(f.kind.value for f in names) or "nothing")
+            if what not in self._told:
+                self._told.add(what)
+                logger.exception("qcap: %s failed; %s is turned off, the engine goes on", what, ", ".join(f.kind.value for f in names) or "nothing")
             for broken in names:
                 self.turn_off(broken)
 
@@ -504,6 +516,9 @@ class Capture:
             for uid in step.preempted:
                 if uid in self._tracks:
                     self._tracks[uid].block_ids.clear()
+            for uid in step.resampled:
+                if uid in self._tracks:
+                    self._drop_waiting(self._tracks[uid], "token-ids-changed")
             for request in step.requests:
                 track = self._tracks.get(request.uid)
                 if track is None:
@@ -517,19 +532,41 @@ class Capture:
                 if request.admitted:
                     track.cached_until = max(track.cached_until, request.start)
                 if step.speculative and not request.admitted:
-                    self._collect(track, len(track.tokens) - 1)
+                    self._collect(track, min(request.start, len(track.tokens) - 1))
+            if self._tainted:
+                self._spread_taint(step)
             for feature in list(self.features):
                 with self.guard("planning a step", feature):
                     feature.begin(step)
 
     def mark_invalid(self, block_ids: set[int], reason: str) -> None:
-        """These KV blocks hold garbage (a load failed): every request of this step that uses one is computed on it, and is stored no more."""
+        """These KV blocks hold garbage (a load failed): every request of this step that uses one is computed on it, and is stored no more.
+
+        What it computes is garbage too, and stays in the engine's blocks until it is computed anew; see :meth:`_spread_taint`.
+        """
         with self._lock:
-            for request in self._step.requests if self._step else ():
-                track = self._tracks[request.uid]
-                if block_ids.intersection(track.block_ids):
-                    self._invalid.add(request.uid)
-                    track.barred = track.barred or reason
+            self._tainted |= block_ids
+            if self._step is not None:
+                self._spread_taint(self._step, reason, loading=True)
+
+    def _spread_taint(self, step: Step, reason: str = "load-failed", *, loading: bool = False) -> None:
+        """Requests that read a tainted block are invalid in this step, and so is what they write; blocks that a good request writes from
+        their first row on are good again."""
+        n = self.geometry.block_size
+        pending = {r.uid: r for r in step.requests if r.uid in self._tracks}
+        while True:  # a request may read in this very step what another one computes anew in it
+            good = [r for r in pending.values() if not self._tainted.intersection(self._tracks[r.uid].block_ids[: -(-r.start // n)])]
+            if not good:
+                break
+            for request in good:
+                del pending[request.uid]
+                if not loading:
+                    self._tainted.difference_update(self._tracks[request.uid].block_ids[-(-request.start // n) :])
+        for uid, request in pending.items():
+            track = self._tracks[uid]
+            self._invalid.add(uid)
+            track.barred = track.barred or reason
+            self._tainted.update(track.block_ids[request.start // n :])
 
     def end_step(self) -> None:
         """After the forward pass was queued: take what became whole."""
@@ -542,7 +579,9 @@ class Capture:
                     feature.commit(step.number, sorted(self._invalid))
             if not step.speculative:
                 for request in step.requests:
-                    self._collect(self._tracks[request.uid], request.end)
+                    track = self._tracks.get(request.uid)
+                    if track is not None:  # else it ended between its step and this
+                        self._collect(track, request.end)
             self.counters["steps"] += 1
 
     def _collect(self, track: RequestTrack, final_tokens: int) -> None:
@@ -565,7 +604,12 @@ class Capture:
         if index >= len(track.chunks):
             return False  # token ids not known yet
         key = chunk_key(kind, self.geometry, track.chunks[index].digest, track.salt)
-        if not self.backend.contains([key])[0]:
+        try:
+            if not self.backend.contains([key])[0]:
+                return False
+        except StoreError as error:
+            self.counters["store.unavailable"] += 1
+            often.warning("the store cannot be asked: %s", error)
             return False
         track.stored.setdefault(kind, set()).add(index)
         self.counters[f"{kind.value}.exists"] += 1
@@ -594,8 +638,20 @@ class Capture:
                 busy = "store-busy" if outcome is StoreOutcome.REFUSED else "store-failed"
                 track.reasons.setdefault(kind, {})[index] = staged.ready.failure or busy
             track.in_flight -= 1
-        self._buffers.give(staged.host)
+        self._give_back(staged)
         self._maybe_receipt(track)
+
+    def _give_back(self, staged: Staged) -> None:
+        written = staged.ready.done()
+        for buffer in (staged.host, *staged.also):
+            self._buffers.give(buffer, written=written)
+
+    def _drop_waiting(self, track: RequestTrack, reason: str) -> None:
+        for kind, waiting in track.waiting.items():
+            for index, staged in waiting.items():
+                track.reasons.setdefault(kind, {})[index] = reason
+                self._give_back(staged)
+            waiting.clear()
 
     # ---- token ids and ends -------------------------------------------------------------------------------------------------------
 
@@ -610,21 +666,15 @@ class Capture:
             track.barred = track.barred or "token-ids-changed"
             return
         track.tokens.extend(ids[len(track.tokens) - offset :])
-        track.chunks = self._database.extend(track.chunks, track.tokens)
+        if len(track.tokens) // self.geometry.chunk_size > len(track.chunks):
+            track.chunks = self._database.extend(track.chunks, track.tokens)
         for kind, waiting in track.waiting.items():
             for index in [i for i in waiting if i < len(track.chunks)]:
                 staged = waiting.pop(index)
                 if self._already_stored(track, kind, index):
-                    self._discard(staged)
+                    self._give_back(staged)
                 else:
                     self._hand_over(track, kind, index, staged)
-
-    def _discard(self, staged: Staged) -> None:
-        try:
-            staged.ready.synchronize()  # the copy into this buffer must be over before it is used again
-        except RowsMissing:
-            pass
-        self._buffers.give(staged.host)
 
     def finished(self, update: TokenUpdate | None, done: FinishedRequest) -> None:
         """A request ended between steps; ``update`` brings its last token ids."""
@@ -641,11 +691,7 @@ class Capture:
                 return
             if self._speculative:
                 self._collect(track, done.computed_tokens)
-            for kind, waiting in track.waiting.items():
-                for index, staged in waiting.items():
-                    track.reasons.setdefault(kind, {})[index] = "token-ids-unknown"
-                    self._discard(staged)
-                waiting.clear()
+            self._drop_waiting(track, "token-ids-unknown")
             for feature in list(self.features):
                 whole = done.computed_tokens // self.geometry.chunk_size
                 staged_now = track.staged.get(feature.kind, set())
@@ -672,7 +718,7 @@ class Capture:
                 continue
             have = {i for i in track.stored.get(kind, set()) if i < whole}
             for index in range(min(whole, len(track.chunks))):  # an earlier run may have left it there
-                if index not in have and self._already_stored(track, kind, index):
+                if index not in have and not track.barred and self._already_stored(track, kind, index):
                     have.add(index)
             stored[kind.value] = tuple(sorted(have))
             reasons = Counter(track.reasons.get(kind, {}).get(i, track.barred or "turned-off") for i in range(whole) if i not in have)

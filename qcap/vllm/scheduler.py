@@ -9,12 +9,13 @@ from typing import Any
 
 from qcap.attribution import FinishedRequest, LoadRequest, RequestStep, Step, TokenUpdate
 from qcap.config import CaptureConfig
-from qcap.errors import QcapError
+from qcap.errors import QcapError, TokenError
 from qcap.kinds import CacheKind
+from qcap.store.metrics import RateLimitedLog
 from qcap.store.tiers import Backend
-from qcap.tokens import ChunkedTokenDatabase, ChunkKey, TokenChunk
+from qcap.tokens import ChunkedTokenDatabase, ChunkKey, TokenChunk, check_salt
 
-logger = logging.getLogger("qcap.vllm")
+logger = RateLimitedLog(logging.getLogger("qcap.vllm"))
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,7 @@ class _Followed:
     chunks: list[TokenChunk] = field(default_factory=list)
     local: int = 0  # tokens in vLLM's own prefix cache at the last look
     load: tuple[int, int] | None = None
+    admitted: bool = False  # scheduled at least once, so the worker knows it
 
 
 class SchedulerSide:
@@ -116,7 +118,9 @@ class SchedulerSide:
     def _follow(self, request: Any) -> _Followed:
         followed = self._followed.get(request.request_id)
         if followed is None or followed.request is not request:
-            followed = _Followed(self._next_uid, request, getattr(request, "cache_salt", None) or "", _why_not(request))
+            skip = _why_not(request)
+            salt = "" if skip == "salt" else getattr(request, "cache_salt", None) or ""
+            followed = _Followed(self._next_uid, request, salt, skip)
             self._followed[request.request_id] = followed
             self._next_uid += 1
         return followed
@@ -156,6 +160,7 @@ class SchedulerSide:
         tokens = [*self._last_tokens, *(update for f in self._followed.values() if (update := self._known(f)) is not None)]
         finished, self._finished, self._last_tokens = self._finished, [], []
         preempted = [f.uid for i in (output.preempted_req_ids or ()) if (f := self._followed.get(i)) is not None]
+        resampled = [uid for uid in preempted if any(f.uid == uid and getattr(f.request, "drop_stale_output", False) for f in self._followed.values())]
         scheduled = {r.uid for r in requests}
         for uid in preempted:
             if uid not in scheduled:
@@ -168,6 +173,7 @@ class SchedulerSide:
             tuple(preempted),
             tuple(loads),
             speculative=self._speculative,
+            resampled=tuple(resampled),
         )
 
     def _plan(
@@ -175,6 +181,7 @@ class SchedulerSide:
     ) -> None:
         request_id = followed.request.request_id
         end = start + output.num_scheduled_tokens.get(request_id, 0)
+        followed.admitted = True
         n, size = self._block_size, self._config.chunk_size
         first = 0 if admitted else start // size * (size // n)
         blocks = tuple(followed.block_ids[first : -(-end // n)])
@@ -202,7 +209,7 @@ class SchedulerSide:
     @staticmethod
     def _known(followed: _Followed) -> TokenUpdate | None:
         """Token ids since the last time. Placeholders of asynchronous scheduling are not among a request's ids."""
-        if followed.skip:
+        if followed.skip or not followed.admitted:
             return None
         ids = followed.request.all_token_ids
         if len(ids) <= followed.told:
@@ -217,11 +224,12 @@ class SchedulerSide:
         """A request ended. A worker in this process is told at once (the engine may never step again); others in the next step."""
         followed = self._followed.pop(request.request_id, None)
         self._load_failed.discard(request.request_id)
-        if followed is None:
+        if followed is None or not followed.admitted:
             return None
         update = self._known(followed)
         total = len(request.all_token_ids)
-        done = FinishedRequest(followed.uid, total, request.num_prompt_tokens, max(0, min(total - 1, request.num_computed_tokens)))
+        fed = total if getattr(request, "pooling_params", None) is not None else total - 1  # a sampled last token is never fed
+        done = FinishedRequest(followed.uid, total, request.num_prompt_tokens, max(0, min(fed, request.num_computed_tokens)))
         if not self._finish_now(update, done):
             if update is not None:
                 self._last_tokens.append(update)
@@ -248,4 +256,10 @@ def _why_not(request: Any) -> str:
         return "multimodal"
     if getattr(request, "lora_request", None) is not None:
         return "lora"
+    if getattr(request, "resumable", False):
+        return "streaming"  # its last sampled token may be taken back
+    try:
+        check_salt(getattr(request, "cache_salt", None) or "")
+    except TokenError:
+        return "salt"
     return ""

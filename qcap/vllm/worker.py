@@ -20,12 +20,14 @@ from qcap.errors import GeometryMismatch, ObjectCorrupt, QcapError, Unsupported
 from qcap.geometry import Geometry, Rope, dtype_name
 from qcap.kinds import CacheKind
 from qcap.rope import rope_from_hf_config
+from qcap.store.metrics import RateLimitedLog
 from qcap.store.tiers import LoadedChunk
 from qcap.tokens import chunk_key
 from qcap.vllm.hooks import QueryHooks, attention_layers, slot_mapping_of
 from qcap.vllm.layouts import CacheGroup, certify
 
 logger = logging.getLogger("qcap.vllm")
+often = RateLimitedLog(logger)
 
 _local: weakref.WeakValueDictionary[str, WorkerSide] = weakref.WeakValueDictionary()
 
@@ -222,7 +224,7 @@ class WorkerSide:
                 self.counters["load.tokens"] += load.end - load.start
             except Exception as error:
                 self.counters["load.failed"] += 1
-                logger.error(
+                often.error(
                     "request %s: its KV under salt %r cannot be loaded, tokens %d..%d are computed instead: %s",
                     load.request_id, load.salt, load.start, load.end, error,
                 )  # fmt: skip
@@ -267,7 +269,7 @@ class WorkerSide:
             if slots is None:
                 if feature.active and layer == 0:
                     self.counters["query.steps_without_slots"] += 1
-                    logger.warning("no slot mapping in this step: its queries are not captured")
+                    often.warning("no slot mapping in this step: its queries are not captured")
                 return
             if query.dtype != feature.dtype:
                 raise Unsupported(f"{name}: queries are {query.dtype}, the ring is {feature.dtype}: quantised queries are not stored yet")

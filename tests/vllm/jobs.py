@@ -100,3 +100,121 @@ def serve(p: dict[str, Any]) -> dict[str, Any]:
     left = state(llm)
     close(llm)
     return {"rounds": rounds, "state": left}
+
+
+def write_back(p: dict[str, Any]) -> dict[str, Any]:
+    """Capture one prompt; then go on in the same engine from the cache unchanged, from a shortened one, and from one with other values.
+
+    Every cache is written back by the SDK under a salt of its own and loaded by the engine for the request that carries the salt.
+    """
+    import torch
+
+    import qcap
+    import qcap.vllm
+    from qcap.sdk import edits
+
+    llm = build(p)
+    ids, n, size = p["ids"], p["n"], 32
+    (cold,) = generate(llm, [{"ids": ids, "n": n}])
+    qcap.vllm.receipt([cold])
+    found: dict[str, Any] = {"cold": told([cold])[0]}
+    with qcap.connect(p["store"], model=p["model"]) as ctx:
+        kv = ctx.retrieve(ids[: (len(ids) - 1) // size * size])
+        whole = kv.shape[2]
+        rest = ids[whole:]
+
+        assert ctx.store(kv, ids[:whole], salt="unchanged")
+        index = torch.tensor(p["keep"])
+        shorter = edits.keep(kv, index, geometry=ctx.geometry, positions="renumber")
+        kept = [ids[i] for i in p["keep"]]
+        assert ctx.store(shorter, kept, salt="shorter")
+        other = kv.clone()
+        other[1] *= 0.5
+        other[0, :, 5:40] *= 1.5
+        assert ctx.store(other, ids[:whole], salt="other")
+    for salt, prompt in (("unchanged", ids), ("shorter", kept + rest), ("other", ids), ("", ids), ("never-stored", kept + rest)):
+        (out,) = generate(llm, [{"ids": prompt, "n": n, "salt": salt}])
+        found[salt or "plain"] = {**told([out])[0], "ids": prompt}
+        qcap.vllm.receipt([out])
+    both = generate(llm, [{"ids": ids, "n": n, "salt": "other"}, {"ids": ids, "n": n}, {"ids": ids, "n": n, "salt": "unchanged"}])
+    found["together"] = told(both)
+    torch.save({"shorter": shorter, "other": other, "whole": whole}, p["tensors"])
+    found["state"] = state(llm)
+    close(llm)
+    return found
+
+
+def staggered(p: dict[str, Any]) -> dict[str, Any]:
+    """Requests that arrive while others are served, and some that are aborted: ``p["requests"]`` in order, each with ``after`` (a number of
+    steps) and optionally ``abort_after`` (generated tokens). Returns what each got and what is left behind."""
+    import qcap.vllm
+
+    llm = build(p)
+    engine = llm.llm_engine
+    waiting = [(i, r) for i, r in enumerate(p["requests"])]
+    live: dict[str, dict[str, Any]] = {}
+    outputs: dict[int, Any] = {}
+    aborted: list[int] = []
+    steps = 0
+    while waiting or engine.has_unfinished_requests():
+        while waiting and (waiting[0][1].get("after", 0) <= steps or not engine.has_unfinished_requests()):
+            number, request = waiting.pop(0)
+            params = sampling(request["n"], **request.get("params", {}))
+            engine.add_request(str(number), qcap.vllm.prompt(request["ids"], request.get("salt", "")), params)
+            live[str(number)] = request
+        for output in engine.step():
+            request = live[output.request_id]
+            if output.finished:
+                outputs[int(output.request_id)] = output
+            elif len(output.outputs[0].token_ids) >= request.get("abort_after", 10**9):
+                engine.abort_request([output.request_id])
+                aborted.append(int(output.request_id))
+        steps += 1
+    scheduler = engine.engine_core.engine_core.scheduler
+    finished = [outputs[i] for i in sorted(outputs)]
+    receipt = qcap.vllm.receipt(finished)
+    left = state(llm)
+    result = {
+        "outputs": {i: told([outputs[i]])[0] for i in outputs},
+        "aborted": aborted,
+        "stored": receipt.stored,
+        "skipped": receipt.skipped,
+        "whole": receipt.whole,
+        "state": left,
+        "steps": steps,
+        "preemptions": _preemptions.get(id(scheduler), 0),
+    }
+    close(llm)
+    return result
+
+
+_preemptions: dict[int, int] = {}
+
+
+def hard(p: dict[str, Any]) -> dict[str, Any]:
+    """``staggered`` with a count of vLLM's preemptions."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    original = Scheduler._preempt_request
+
+    def counting(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _preemptions[id(self)] = _preemptions.get(id(self), 0) + 1
+        return original(self, *args, **kwargs)
+
+    Scheduler._preempt_request = counting
+    return staggered(p)
+
+
+def separate_processes(p: dict[str, Any]) -> dict[str, Any]:
+    """vLLM's default: the engine core and its workers are other processes, and only the store is shared with them."""
+    import qcap.vllm
+
+    llm = build({**p, "qcap": {"chunk_size": 64}})
+    outputs = generate(llm, [{"ids": ids, "n": p["n"]} for ids in p["prompts"]])
+    receipt = qcap.vllm.receipt(outputs)
+    return {
+        "tokens": [list(o.outputs[0].token_ids) for o in outputs],
+        "stored": receipt.stored,
+        "skipped": receipt.skipped,
+        "whole": receipt.whole,
+    }

@@ -1,0 +1,63 @@
+"""Real vLLM goes on from caches that the SDK wrote back, exactly as transformers does from the same tensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jobs
+import pytest
+import torch
+
+import qcap
+from qcap.sdk.hf import to_dynamic_cache
+from qcap.testing.engine import hf_greedy, run_in_process
+from qcap.testing.tiny import tiny_model_path
+
+pytestmark = pytest.mark.vllm
+
+TOKENS, NEW = 250, 24
+KEEP = sorted([*range(4), *range(9, 60, 3), *range(61, 160, 2), *range(160, 224, 1)])[:96]
+
+
+@pytest.mark.parametrize("kind", ["llama", "llama3", "phi3", "yarn"])  # acceptance 3, 4, 5: default, llama3-scaled, partial rotary
+def test_go_on_from_edited_caches(kind: str, tmp_path: Path) -> None:
+    """Acceptance 3: unchanged KV gives the cold tokens and is loaded. 4: shortened KV goes on as in transformers. 5: no mixing of salts."""
+    model, store = str(tiny_model_path(kind)), f"file://{tmp_path}/store"
+    (ids,) = jobs.make_prompts([TOKENS], 1000, seed=7)
+    job: dict[str, Any] = {
+        "model": model,
+        "store": store,
+        "ids": ids,
+        "n": NEW,
+        "keep": KEEP,
+        "tensors": str(tmp_path / "tensors.pt"),
+        "engine": {"max_num_batched_tokens": 128, "enable_prefix_caching": True},
+    }
+    found = run_in_process(jobs.write_back, job)
+    cold = found["cold"]["tokens"]
+    assert cold == hf_greedy(model, ids, NEW)
+    assert found["cold"]["cached"] == 0
+
+    assert found["unchanged"]["tokens"] == cold
+    assert found["unchanged"]["cached"] == 224, "vLLM must report the stored tokens as loaded"
+    assert found["plain"]["tokens"] == cold
+
+    tensors = torch.load(tmp_path / "tensors.pt")
+    with qcap.connect(store, model=model) as ctx:
+        geometry = ctx.geometry
+        assert torch.equal(ctx.retrieve(found["shorter"]["ids"], salt="shorter")[:, :, : len(KEEP)], tensors["shorter"])
+    shorter = hf_greedy(model, found["shorter"]["ids"], NEW, cache=to_dynamic_cache(tensors["shorter"], geometry))
+    assert found["shorter"]["tokens"] == shorter
+    assert found["shorter"]["cached"] == len(KEEP)
+    never = hf_greedy(model, found["shorter"]["ids"], NEW)
+    assert found["never-stored"]["tokens"] == never, "a salt that nothing was stored under is computed in full"
+    assert found["never-stored"]["cached"] == 0
+    assert shorter != never and shorter != cold, "this model must tell the caches apart, or the test shows nothing"
+
+    other = hf_greedy(model, ids, NEW, cache=to_dynamic_cache(tensors["other"], geometry))
+    assert found["other"]["tokens"] == other and other != cold
+    assert [r["tokens"] for r in found["together"]] == [other, cold, cold], "served at once, each from its own cache"
+
+    assert found["state"]["ring_free"] == found["state"]["ring_total"] and found["state"]["tracks"] == 0
+    assert found["state"]["counters"].get("load.failed", 0) == 0 and found["state"]["counters"].get("errors", 0) == 0
