@@ -118,7 +118,8 @@ class HostBuffers:
                 buffer = stack.pop()
                 self._free_bytes -= buffer.nbytes
                 return buffer
-        return torch.empty(shape, dtype=dtype, pin_memory=self._pinned)
+        with torch.inference_mode(False):  # an engine's steps run in inference mode; the writer's thread, which may patch rows in, does not
+            return torch.empty(shape, dtype=dtype, pin_memory=self._pinned)
 
     def give(self, buffer: torch.Tensor, *, written: bool = True) -> None:
         """The buffer is no longer read by anyone. ``written=False``: a copy into it may still run, so it is not used again."""
@@ -295,6 +296,8 @@ class QueryFeature:
             self.ledger.abandon()
             often.error("only %d of %d layers brought queries in step %d: its rows are dropped", self._calls, self._geometry.num_layers, step_number)
         else:
+            if self.active and not self._calls:
+                self._counters["query.steps_replayed"] += 1
             self.ledger.commit(step_number, invalid)
         self.quiet()
 
@@ -344,10 +347,11 @@ class QueryFeature:
         """Copy one ring block and its stamps to the host. Waits for the device: only ``on_pressure="wait"`` comes here."""
         g = self._geometry
         index = self._stager.indices([ring_block])
-        rows = torch.empty((1, g.num_layers, g.block_size, g.hidden(CacheKind.QUERY)), dtype=self.dtype, device=self._device)
-        kernels.gather_pages(self._table, index, rows)
-        self._counters["query.blocks_spilled"] += 1
-        return rows.cpu(), self._stamps[ring_block].view(-1).cpu()
+        with torch.inference_mode(False):
+            rows = torch.empty((1, g.num_layers, g.block_size, g.hidden(CacheKind.QUERY)), dtype=self.dtype, device=self._device)
+            kernels.gather_pages(self._table, index, rows)
+            self._counters["query.blocks_spilled"] += 1
+            return rows.cpu(), self._stamps[ring_block].view(-1).clone().cpu()
 
     def release(self, track: RequestTrack) -> None:
         """Give the request's ring blocks back."""
@@ -534,6 +538,8 @@ class Capture:
                 if step.speculative and not request.admitted:
                     self._collect(track, min(request.start, len(track.tokens) - 1))
             if self._tainted:
+                for load in step.loads:  # about to be filled; tainted again if that fails
+                    self._tainted.difference_update(load.block_ids[load.start // self.geometry.block_size :])
                 self._spread_taint(step)
             for feature in list(self.features):
                 with self.guard("planning a step", feature):

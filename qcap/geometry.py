@@ -73,8 +73,13 @@ class Rope:
         Raises:
             ConfigError: for a kind qcap cannot re-rotate exactly (``longrope``, multimodal ropes), or a missing parameter.
         """
-        if self.kind == "none" or self.rotary_dim == 0:
+        if self.kind == "none":
             return torch.empty(0, dtype=torch.float32)
+        known = ("default", "linear", "dynamic", "llama3", "yarn")
+        if self.kind not in known:
+            raise ConfigError(f"rope kind {self.kind!r} cannot be re-rotated exactly; known: none, {', '.join(known)}")
+        if self.rotary_dim <= 0 or self.rotary_dim % 2:  # an empty answer would silently leave rows unrotated
+            raise ConfigError(f"rope kind {self.kind!r} needs an even rotary_dim > 0, got {self.rotary_dim}; without rope it is 'none'")
         p = self.params
         try:
             if self.kind == "default":
@@ -82,17 +87,14 @@ class Rope:
             if self.kind == "linear":
                 return self._base_inv_freq(self.theta) / float(p["factor"])
             if self.kind == "dynamic":
-                factor = float(p["factor"])
-                max_len = self.max_position * factor
-                base = self.theta * ((factor * max_len / self.max_position) - (factor - 1)) ** (self.rotary_dim / (self.rotary_dim - 2))
-                return self._base_inv_freq(base)
+                factor, trained = float(p["factor"]), float(p.get("max_trained_positions", self.max_position))
+                stretch = factor * self.max_position / trained - (factor - 1) if trained else 1.0
+                return self._base_inv_freq(self.theta * stretch ** (self.rotary_dim / (self.rotary_dim - 2)))
             if self.kind == "llama3":
                 return self._llama3_inv_freq()
-            if self.kind == "yarn":
-                return self._yarn_inv_freq()
+            return self._yarn_inv_freq()
         except KeyError as missing:
             raise ConfigError(f"rope kind {self.kind!r} needs parameter {missing}; got {sorted(p)}") from None
-        raise ConfigError(f"rope kind {self.kind!r} cannot be re-rotated exactly; known: none, default, linear, dynamic, llama3, yarn")
 
     def _base_inv_freq(self, base: float) -> torch.Tensor:
         exponent = torch.arange(0, self.rotary_dim, 2, dtype=torch.float32) / self.rotary_dim

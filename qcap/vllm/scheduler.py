@@ -42,6 +42,7 @@ class _Followed:
     chunks: list[TokenChunk] = field(default_factory=list)
     local: int = 0  # tokens in vLLM's own prefix cache at the last look
     load: tuple[int, int] | None = None
+    computed: int = 0  # the furthest position ever scheduled: vLLM's own count is 0 while a request is preempted
     admitted: bool = False  # scheduled at least once, so the worker knows it
 
 
@@ -182,6 +183,7 @@ class SchedulerSide:
         request_id = followed.request.request_id
         end = start + output.num_scheduled_tokens.get(request_id, 0)
         followed.admitted = True
+        followed.computed = max(followed.computed, end)
         n, size = self._block_size, self._config.chunk_size
         first = 0 if admitted else start // size * (size // n)
         blocks = tuple(followed.block_ids[first : -(-end // n)])
@@ -229,7 +231,7 @@ class SchedulerSide:
         update = self._known(followed)
         total = len(request.all_token_ids)
         fed = total if getattr(request, "pooling_params", None) is not None else total - 1  # a sampled last token is never fed
-        done = FinishedRequest(followed.uid, total, request.num_prompt_tokens, max(0, min(fed, request.num_computed_tokens)))
+        done = FinishedRequest(followed.uid, total, request.num_prompt_tokens, max(0, min(fed, max(request.num_computed_tokens, followed.computed))))
         if not self._finish_now(update, done):
             if update is not None:
                 self._last_tokens.append(update)

@@ -60,6 +60,7 @@ class WorkerSide:
 
     # ---- start --------------------------------------------------------------------------------------------------------------------
 
+    @torch.inference_mode(False)  # buffers made in inference mode could not be written to outside of it
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         """vLLM has allocated its pages: certify layouts, size the ring, hook the layers, publish the manifest.
 

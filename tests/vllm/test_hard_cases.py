@@ -27,7 +27,7 @@ def assert_every_object_is_right(store: str, model: str) -> dict[CacheKind, int]
     backend = open_backend(store)
     ((geometry, _, _),) = backend.manifests(model)
     assert isinstance(geometry, Geometry)
-    checked: dict[CacheKind, set[str]] = {CacheKind.KV: set(), CacheKind.QUERY: set()}
+    checked: dict[CacheKind, set[tuple[str, str]]] = {CacheKind.KV: set(), CacheKind.QUERY: set()}
     for record in backend.sequences(model):
         chunks = ChunkedTokenDatabase(record.chunk_size).chunks(record.token_ids)
         whole = record.computed_tokens // record.chunk_size
@@ -44,7 +44,7 @@ def assert_every_object_is_right(store: str, model: str) -> dict[CacheKind, int]
                 planes = [rows["q"]] if kind is CacheKind.QUERY else [rows["k"], rows["v"]]
                 wanted = torch.stack([plane[:, span] for plane in planes])
                 assert row_errors(loaded.tensor, wanted).max() < NOISE, (kind, record.request_id, i)
-                checked[kind].add(chunks[i].digest)
+                checked[kind].add((record.salt, chunks[i].digest))
     backend.close()
     report = verify_store(store)
     assert not report.bad and report.objects == sum(map(len, checked.values())), "an object that no receipt accounts for"

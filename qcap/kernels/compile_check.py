@@ -1,0 +1,172 @@
+"""Every kernel with the arguments it is called with, so that all of them can be compiled for devices that are not here.
+
+``compile_case(case, target)`` runs Triton's whole compiler for a target such as ``cuda sm_90`` or ``hip gfx942`` and needs no GPU. It
+needs Triton not to be in interpreter mode.
+"""
+# mypy: disable-error-code="import-untyped, no-untyped-call"
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+TARGETS = {
+    "cuda sm_80": ("cuda", 80, 32),
+    "cuda sm_90": ("cuda", 90, 32),
+    "cuda sm_100": ("cuda", 100, 32),
+    "hip gfx942": ("hip", "gfx942", 64),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kernel (``module`` and ``kernel`` name it) with its argument types by name, and its constants.
+
+    ``not_for`` names the targets that cannot do this case, which is then a documented limit of the op.
+    """
+
+    name: str
+    module: str
+    kernel: str
+    types: dict[str, str]
+    constants: dict[str, Any]
+    not_for: tuple[str, ...] = field(default=())
+
+
+def _slot_attribution(name: str, slots: str) -> Case:
+    types = {
+        "slot_mapping_ptr": slots,
+        "block_ids_ptr": "*i64",
+        "ring_blocks_ptr": "*i64",
+        "ring_slots_ptr": "*i64",
+        "num_rows": "i32",
+        "num_out": "i32",
+        "num_blocks": "i32",
+    }
+    return Case(name, "slot_attribution", "slot_attribution_kernel", types, {"BLOCK_SIZE": 16, "STEPS": 11, "BLOCK": 256})
+
+
+def _row_scatter(name: str, rows: str, ring: str, width: int = 4096, column: Any = 1, not_for: tuple[str, ...] = ()) -> Case:
+    types = {"rows_ptr": rows, "ring_slots_ptr": "*i64", "ring_ptr": ring, "num_slots": "i32", "stride_row": "i64"}
+    constants: dict[str, Any] = {"H": width, "BLOCK_H": min(triton.next_power_of_2(width), 2048)}
+    if column == 1:
+        constants["stride_col"] = 1
+    else:
+        types["stride_col"] = "i64"
+    return Case(name, "row_scatter", "row_scatter_kernel", types, constants, not_for)
+
+
+def _paged_copy(name: str, bits: str, gather: bool, shape: tuple[int, int, int], tile: tuple[int, int], dim_stride_one: bool) -> Case:
+    types = {
+        "pages_ptr": "*i64",
+        "block_ids_ptr": "*i64",
+        "rows_ptr": bits,
+        "first_page": "i32",
+        "num_ids": "i32",
+        "num_blocks": "i32",
+        "stride_block": "i64",
+        "stride_head": "i64",
+        "stride_token": "i64",
+    }
+    heads, n, d = shape
+    constants: dict[str, Any] = {"HEADS": heads, "N": n, "D": d, "GATHER": gather, "ALIGNED": dim_stride_one}
+    constants |= {"BLOCK_N": tile[0], "BLOCK_D": tile[1]}
+    if dim_stride_one:
+        constants["stride_dim"] = 1
+    else:
+        types["stride_dim"] = "i32"
+    return Case(name, "paged_copy", "paged_copy_kernel", types, constants)
+
+
+def _rope_shift(name: str, keys: str, head_size: int, half: int, interleaved: bool) -> Case:
+    types = {"keys_ptr": keys, "old_positions_ptr": "*i64", "new_positions_ptr": "*i64", "inv_freq_ptr": "*fp32", "out_ptr": keys}
+    types |= {f"{which}_stride_{axis}": "i64" for which in ("keys", "out") for axis in ("token", "head")}
+    constants = {
+        "keys_stride_dim": 1,
+        "out_stride_dim": 1,
+        "HEADS": 8,
+        "D": head_size,
+        "HALF": half,
+        "INTERLEAVED": interleaved,
+        "COPY_REST": 2 * half < head_size,
+        "BLOCK_H": 8,
+        "BLOCK_PAIRS": triton.next_power_of_2(max(half, 1)),
+        "BLOCK_REST": triton.next_power_of_2(max(head_size - 2 * half, 1)),
+    }
+    return Case(name, "rope_shift", "rope_shift_kernel", types, constants)
+
+
+def _attention_mass(name: str, kernel: str, dtype: str, head_size: int, block: int, options: bool) -> Case:
+    types = {
+        "q_ptr": dtype,
+        "k_ptr": dtype,
+        "lse_ptr": "*fp32",
+        "num_queries": "i32",
+        "num_keys": "i32",
+        "scale": "fp32",
+        "softcap": "fp32",
+    }
+    types |= {"sliding_window": "i32"}
+    types |= {f"{which}_stride_{axis}": "i64" for which in ("q", "k") for axis in ("token", "head")}
+    if kernel == "column_sums_kernel":
+        types |= {"sums_ptr": "*fp32", "first_query": "i32"}
+    constants = {
+        "q_stride_dim": 1,
+        "k_stride_dim": 1,
+        "GROUP": 4,
+        "D": head_size,
+        "SOFTCAP": options,
+        "SLIDING": options,
+        "BLOCK_M": block,
+        "BLOCK_N": block,
+        "BLOCK_D": max(16, triton.next_power_of_2(head_size)),
+    }
+    return Case(name, "attention_mass", kernel, types, constants)
+
+
+CASES: tuple[Case, ...] = (
+    _slot_attribution("slot_attribution int64", "*i64"),
+    _slot_attribution("slot_attribution int32", "*i32"),
+    _row_scatter("row_scatter 16 bits", "*i16", "*i16"),
+    _row_scatter("row_scatter fp32 to bf16, strided, odd width", "*fp32", "*bf16", width=577, column="strided"),
+    _row_scatter("row_scatter bf16 to fp16", "*bf16", "*fp16"),
+    _row_scatter("row_scatter fp8e5 to bf16", "*fp8e5", "*bf16"),
+    _row_scatter("row_scatter fp8e4nv to bf16", "*fp8e4nv", "*bf16", not_for=("cuda sm_80",)),
+    _paged_copy("paged_copy gather 16 bits", "*i16", True, (8, 16, 128), (16, 128), True),
+    _paged_copy("paged_copy scatter 16 bits", "*i16", False, (8, 16, 128), (16, 128), True),
+    _paged_copy("paged_copy gather 8 bits, strided, odd", "*u8", True, (3, 12, 80), (16, 128), False),
+    _paged_copy("paged_copy gather a ring", "*i16", True, (1, 16, 4096), (4, 1024), True),
+    _rope_shift("rope_shift bf16", "*bf16", 128, 64, False),
+    _rope_shift("rope_shift fp32 partial interleaved", "*fp32", 80, 16, True),
+    _rope_shift("rope_shift fp16 no rope", "*fp16", 64, 0, False),
+    *(
+        _attention_mass(f"attention_mass {kernel} {dtype} {size} options={options}", kernel, f"*{dtype}", size, block, options)
+        for kernel in ("row_lse_kernel", "column_sums_kernel")
+        for dtype, size, block, options in (
+            ("bf16", 128, 64, False),
+            ("fp16", 80, 64, True),
+            ("fp32", 64, 32, False),
+            ("bf16", 256, 32, True),
+        )
+    ),
+)
+
+
+def compile_case(case: Case, target: str) -> Any:
+    """Compile ``case`` for a target of ``TARGETS`` to machine code; the compiled kernel.
+
+    Raises:
+        Exception: whatever the compiler says.
+        KeyError: the case does not name the kernel's arguments, because the kernel has changed.
+    """
+    function = getattr(import_module(f"qcap.kernels.{case.module}"), case.kernel)
+    given = {**case.types, **dict.fromkeys(case.constants, "constexpr")}
+    signature = {name: given.pop(name) for name in function.arg_names}
+    if given:
+        raise KeyError(f"{case.name}: {case.kernel} has no arguments {sorted(given)}")
+    return triton.compile(ASTSource(fn=function, signature=signature, constexprs=case.constants), target=GPUTarget(*TARGETS[target]))

@@ -1,0 +1,103 @@
+"""Where the pages of all layers lie: built once when the pages are known, read by ``gather_pages`` and ``scatter_pages``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True, eq=False)
+class PageTable:
+    """Strided views of every layer's pages, and their addresses on the device.
+
+    It keeps the views, and so the memory that ``pointers`` points into, alive. Building it copies the addresses to the device once and
+    may wait for that; using it never does.
+
+    Args:
+        views: ``[L][planes]`` of tensors ``[B, heads, N, D]``, any strides. Of one plane the strides are the same in all layers; shape,
+            dtype and device are the same everywhere. A query ring is 1 plane with ``heads=1`` and ``D=H``.
+
+    Raises:
+        ValueError: no layers or planes, or the views differ where they must not.
+    """
+
+    views: Sequence[Sequence[torch.Tensor]]
+    pointers: torch.Tensor = field(init=False, repr=False)  # int64 [planes, L], on the views' device
+    aligned: bool = field(init=False, repr=False)  # every view starts at a multiple of 16 bytes, so the kernel may use wide loads
+
+    def __post_init__(self) -> None:
+        views = tuple(tuple(layer) for layer in self.views)
+        if not views or not views[0]:
+            raise ValueError(
+                "PageTable: wanted views[L][planes], at least one of each; got none. Likely cause: no attention layer was found"
+            )
+        first = views[0]
+        for index, layer in enumerate(views):
+            if len(layer) != len(first):
+                raise ValueError(
+                    f"PageTable: layer {index}: wanted {len(first)} planes; got {len(layer)}. Likely cause: layers of two kinds"
+                )
+            for plane, view in enumerate(layer):
+                wanted = (first[0].shape, first[plane].stride(), first[0].dtype, first[0].device)
+                got = (view.shape, view.stride(), view.dtype, view.device)
+                if got != wanted or view.dim() != 4:
+                    raise ValueError(
+                        f"PageTable: layer {index} plane {plane}: wanted [B, heads, N, D] with shape, stride, dtype, device {wanted}; "
+                        f"got {got}. "
+                        "Likely cause: layers of different KV cache groups need a table each"
+                    )
+        object.__setattr__(self, "views", views)
+        addresses = [[layer[plane].data_ptr() for layer in views] for plane in range(len(first))]
+        object.__setattr__(self, "pointers", torch.tensor(addresses, dtype=torch.int64, device=first[0].device))
+        object.__setattr__(self, "aligned", all(address % 16 == 0 for row in addresses for address in row))
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return len(self.views)
+
+    @property
+    def num_planes(self) -> int:
+        """Planes of a layer: 2 for K and V, 1 for queries."""
+        return len(self.views[0])
+
+    @property
+    def num_blocks(self) -> int:
+        """B."""
+        return self.views[0][0].shape[0]
+
+    @property
+    def heads(self) -> int:
+        """Heads of a token."""
+        return self.views[0][0].shape[1]
+
+    @property
+    def block_size(self) -> int:
+        """N."""
+        return self.views[0][0].shape[2]
+
+    @property
+    def head_size(self) -> int:
+        """D."""
+        return self.views[0][0].shape[3]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the pages."""
+        return self.views[0][0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the pages and of ``pointers``."""
+        return self.views[0][0].device
+
+    @property
+    def strides(self) -> tuple[tuple[int, ...], ...]:
+        """One (block, head, token, dim) a plane, in elements."""
+        return tuple(view.stride() for view in self.views[0])
+
+    def rows_shape(self, num_block_ids: int) -> tuple[int, int, int, int]:
+        """``[planes, L, nb*N, heads*D]``: the shape that ``num_block_ids`` blocks gather to."""
+        return (self.num_planes, self.num_layers, num_block_ids * self.block_size, self.heads * self.head_size)

@@ -1,0 +1,120 @@
+"""Blocks of all layers out of an engine's pages, and back into them.
+
+``gather_pages(table, block_ids, out) -> None``
+``scatter_pages(table, block_ids, source) -> None``
+
+- table      :class:`~qcap.kernels.page_table.PageTable` over ``views[L][planes]``, each ``[B, heads, N, D]`` with any strides. Read by
+             gather, written by scatter.
+- block_ids  [nb]  int64, contiguous, on the table's device, read. An id that is negative or >= B is left out: gather leaves its rows
+             of ``out`` as they are, scatter drops its rows of ``source``. An id that scatter gets twice: one of the two is written,
+             token by token, which one is not defined.
+- out/source [planes, L, nb*N, heads*D]  the table's dtype, contiguous, on the table's device or in pinned host memory.
+             ``out[p, l, i*N + n, h*D + d] = views[l][p][block_ids[i], h, n, d]``, bit for bit. There is no cast.
+
+Graph-safe: the grid comes from shapes, nothing is allocated and nothing waits. Elements are addressed with 64 bits. All layers go in one
+launch, and all planes too where their strides agree. One program does a tile [BLOCK_N, BLOCK_D] of one head of one block, plane and
+layer. Reference: ``reference/paged_copy.py``. Raises ValueError on a wrong shape, dtype, stride or device.
+"""
+# mypy: disable-error-code="import-untyped, no-untyped-call, no-untyped-def, untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from qcap.kernels import checks
+from qcap.kernels.page_table import PageTable
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@triton.jit
+def paged_copy_kernel(
+    pages_ptr,  # int64 [planes, L]: addresses
+    block_ids_ptr,  # [nb]
+    rows_ptr,  # [planes, L, nb * N, heads * D]
+    first_page,  # first plane of this launch * L
+    num_ids,  # nb
+    num_blocks,  # B
+    stride_block: tl.int64,
+    stride_head: tl.int64,
+    stride_token: tl.int64,
+    stride_dim,  # not annotated, so that 1 becomes a constant and loads are wide
+    HEADS: tl.constexpr,
+    N: tl.constexpr,
+    D: tl.constexpr,
+    GATHER: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    TILES_D: tl.constexpr = (D + BLOCK_D - 1) // BLOCK_D
+    TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N * TILES_D
+    index = tl.program_id(0) // TILES
+    tile = tl.program_id(0) % TILES
+    head = tl.program_id(1).to(tl.int64)
+    page = first_page + tl.program_id(2).to(tl.int64)
+    token = (tile // TILES_D * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    dim = (tile % TILES_D * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
+
+    block = tl.load(block_ids_ptr + index)
+    if (block >= 0) & (block < num_blocks):
+        inside = (token < N)[:, None] & (dim < D)[None, :]
+        view_ptr = tl.load(pages_ptr + page).to(tl.pointer_type(rows_ptr.dtype.element_ty))
+        if ALIGNED:
+            view_ptr = tl.multiple_of(view_ptr, 16)
+        view_ptr += block * stride_block + head * stride_head
+        view_ptrs = view_ptr + token[:, None] * stride_token + dim[None, :] * stride_dim
+        row = (page * num_ids + index) * N + token
+        row_ptrs = rows_ptr + row[:, None] * (HEADS * D) + head * D + dim[None, :]
+        if GATHER:
+            tl.store(row_ptrs, tl.load(view_ptrs, mask=inside), mask=inside)
+        else:
+            tl.store(view_ptrs, tl.load(row_ptrs, mask=inside), mask=inside)
+
+
+def block_shape(block_size: int, head_size: int) -> tuple[int, int]:
+    """(BLOCK_N, BLOCK_D): at most 4096 elements a program."""
+    block_d = min(triton.next_power_of_2(head_size), 1024)
+    return min(triton.next_power_of_2(block_size), 4096 // block_d), block_d
+
+
+def _copy(table: PageTable, block_ids: torch.Tensor, rows: torch.Tensor, gather: bool) -> None:
+    if rows.numel() == 0 or table.num_blocks == 0:
+        return
+    rows = rows.view(_BITS[rows.element_size()])
+    block_n, block_d = block_shape(table.block_size, table.head_size)
+    tiles = triton.cdiv(table.block_size, block_n) * triton.cdiv(table.head_size, block_d)
+    strides = table.strides
+    planes_at_once = table.num_planes if len(set(strides)) == 1 else 1
+    for plane in range(0, table.num_planes, planes_at_once):
+        grid = (block_ids.numel() * tiles, table.heads, planes_at_once * table.num_layers)
+        paged_copy_kernel[grid](
+            table.pointers,
+            block_ids,
+            rows,
+            plane * table.num_layers,
+            block_ids.numel(),
+            table.num_blocks,
+            *strides[plane],
+            HEADS=table.heads,
+            N=table.block_size,
+            D=table.head_size,
+            GATHER=gather,
+            ALIGNED=table.aligned,
+            BLOCK_N=block_n,
+            BLOCK_D=block_d,
+        )
+
+
+def gather_pages(table: PageTable, block_ids: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy blocks of all layers' pages into ``out``. The module's docstring is the contract."""
+    checks.paged_copy("gather_pages", table, block_ids, out)
+    _copy(table, block_ids, out, gather=True)
+
+
+def scatter_pages(table: PageTable, block_ids: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy ``source`` into blocks of all layers' pages. The module's docstring is the contract."""
+    checks.paged_copy("scatter_pages", table, block_ids, source)
+    _copy(table, block_ids, source, gather=False)

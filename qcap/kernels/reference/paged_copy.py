@@ -1,0 +1,27 @@
+"""Reference of :mod:`qcap.kernels.paged_copy`; the contract is there."""
+
+from __future__ import annotations
+
+import torch
+
+from qcap.kernels.page_table import PageTable
+
+
+def gather_pages(table: PageTable, block_ids: torch.Tensor, out: torch.Tensor) -> None:
+    """``out[p, l, i*N + n, h*D + d] = views[l][p][block_ids[i], h, n, d]``; rows of an id out of range stay as they are."""
+    keep = (block_ids >= 0) & (block_ids < table.num_blocks)
+    chosen = block_ids[keep]
+    blocks = out.view(table.num_planes, table.num_layers, -1, table.block_size, table.heads, table.head_size)
+    for layer, planes in enumerate(table.views):
+        for plane, view in enumerate(planes):
+            blocks[plane, layer][keep.to(out.device)] = view[chosen].permute(0, 2, 1, 3).to(out.device)
+
+
+def scatter_pages(table: PageTable, block_ids: torch.Tensor, source: torch.Tensor) -> None:
+    """``views[l][p][block_ids[i], h, n, d] = source[p, l, i*N + n, h*D + d]``; an id out of range is dropped."""
+    keep = (block_ids >= 0) & (block_ids < table.num_blocks)
+    chosen = block_ids[keep]
+    blocks = source.view(table.num_planes, table.num_layers, -1, table.block_size, table.heads, table.head_size)
+    for layer, planes in enumerate(table.views):
+        for plane, view in enumerate(planes):
+            view[chosen] = blocks[plane, layer][keep.to(source.device)].permute(0, 2, 1, 3).to(view.device)

@@ -1,0 +1,15 @@
+"""The baseline that any policy must beat."""
+
+from __future__ import annotations
+
+import torch
+
+from qcap.geometry import Geometry
+from qcap.sdk.policies.registry import policy
+
+
+@policy("random")
+def random(kv: torch.Tensor, q: torch.Tensor | None, geometry: Geometry, seed: int = 0) -> torch.Tensor:
+    """Scores drawn at random, float32 ``[L, HK, T]`` in [0, 1): the same for all layers and heads, and for the same ``seed``."""
+    drawn = torch.rand(kv.shape[2], generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+    return drawn.to(kv.device).expand(geometry.num_layers, geometry.num_kv_heads, -1).contiguous()

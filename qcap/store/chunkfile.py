@@ -1,0 +1,410 @@
+"""One object = one chunk of one kind on one rank = one safetensors file. The format is specified in ``docs/format.md``.
+
+Tensor ``layers.{i}`` is ``[planes, CH, H]``; the layers lie in order, without gaps, so a layer is one byte range. Everything else is in
+the header's metadata, with a blake3 checksum a layer and one over the metadata itself. Reading checks all of it: what does not fit raises
+:class:`~qcap.errors.ObjectCorrupt` and says what.
+
+The header is written and parsed here rather than by the safetensors library, because that one sorts tensors by name (``layers.10``
+before ``layers.2``) and would copy the tensor into one contiguous piece first.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn
+
+import torch
+from blake3 import blake3
+
+from qcap._version import __version__
+from qcap.errors import ObjectCorrupt, ShapeError, TokenError
+from qcap.geometry import Geometry, Rope
+from qcap.kinds import CacheKind
+from qcap.store.tiers import LoadedChunk
+from qcap.tokens import ChunkRecord, chain_digest
+
+FORMAT_VERSION = "1"
+ALIGNMENT = 64
+"""The tensor data starts at a multiple of this many bytes."""
+MAX_HEADER_BYTES = 64 << 20
+LENGTH_BYTES = 8
+"""A file begins with its header's length: this many bytes, little endian."""
+
+SAFETENSORS_DTYPES = {
+    "float32": "F32",
+    "bfloat16": "BF16",
+    "float16": "F16",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+}
+_TEXT_KEYS = ("format", "kind", "model", "parent", "digest", "salt", "edit", "qcap_version", "header_checksum")
+_JSON_KEYS = ("geometry", "start", "token_ids", "positions", "tags", "layer_checksums")
+_KEYS = frozenset(_TEXT_KEYS + _JSON_KEYS)
+
+Buffer = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True)
+class ChunkHeader:
+    """What the first bytes of an object say.
+
+    Args:
+        record: everything about the chunk but its tensor.
+        data_start: offset of layer 0 in the file, bytes.
+        layer_bytes: bytes of one layer.
+        layer_checksums: blake3 of each layer's bytes, 64 hex digits each.
+        qcap_version: of the writer.
+    """
+
+    record: ChunkRecord
+    data_start: int
+    layer_bytes: int
+    layer_checksums: tuple[str, ...]
+    qcap_version: str
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of the whole file."""
+        return self.data_start + self.layer_bytes * len(self.layer_checksums)
+
+
+@dataclass(frozen=True)
+class EncodedChunk:
+    """An object ready to be written: its header and views of the caller's tensor, in file order. Nothing is copied.
+
+    Args:
+        header: length, JSON and padding.
+        pieces: ``L * planes`` views of ``CH * H`` elements each, layer by layer.
+        layer_checksums: as in the header.
+    """
+
+    header: bytes
+    pieces: list[memoryview]
+    layer_checksums: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole file."""
+        return len(self.header) + sum(piece.nbytes for piece in self.pieces)
+
+    def buffers(self) -> list[Buffer]:
+        """The file as a list of buffers, for a gathering write."""
+        return [self.header, *self.pieces]
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self.buffers())
+
+
+def tensor_pieces(tensor: torch.Tensor) -> list[memoryview]:
+    """A contiguous CPU tensor ``[planes, L, CH, H]`` as byte views in file order: layer 0's planes, layer 1's planes, ..."""
+    planes, layers = tensor.shape[:2]
+    flat = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    size = flat.nbytes // (planes * layers)
+    return [flat[(p * layers + i) * size : (p * layers + i + 1) * size] for i in range(layers) for p in range(planes)]
+
+
+def encode(record: ChunkRecord, tensor: torch.Tensor) -> EncodedChunk:
+    """The object of one chunk. Reads ``tensor`` once, for the checksums.
+
+    Args:
+        record: the header; its digest must be that of its tokens.
+        tensor: ``record.geometry.chunk_shape(kind)`` in the geometry's dtype, contiguous, on the CPU. Read only.
+
+    Raises:
+        ShapeError: the tensor is not what the record says.
+        TokenError: the digest is not that of the parent and the token ids, or another field cannot be written.
+    """
+    geometry, kind = record.geometry, record.kind
+    wanted = geometry.chunk_shape(kind)
+    if tuple(tensor.shape) != wanted or tensor.dtype != geometry.torch_dtype:
+        raise ShapeError(
+            f"a {kind.value} chunk of {geometry.model!r} is {wanted} of {geometry.dtype}, got {tuple(tensor.shape)} of {tensor.dtype}"
+        )
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ShapeError(f"a chunk to store must be contiguous and on the CPU, got strides {tensor.stride()} on {tensor.device}")
+    if chain_digest(record.parent, record.token_ids) != record.digest:
+        raise TokenError(
+            f"digest {record.digest!r} is not that of parent {record.parent!r} and the chunk's tokens: use qcap.tokens to make it"
+        )
+    pieces = tensor_pieces(tensor)
+    checksums = tuple(_layer_checksum(pieces[i : i + kind.planes]) for i in range(0, len(pieces), kind.planes))
+    metadata = {
+        "format": FORMAT_VERSION,
+        "kind": kind.value,
+        "model": geometry.model,
+        "geometry": _dump(geometry.to_dict()),
+        "start": _dump(record.start),
+        "token_ids": _dump([int(t) for t in record.token_ids]),
+        "parent": record.parent,
+        "digest": record.digest,
+        "salt": record.salt,
+        "positions": _dump([int(p) for p in record.positions]),
+        "edit": record.edit,
+        "tags": _dump(sorted([list(tag) for tag in record.tags])),
+        "qcap_version": __version__,
+        "layer_checksums": _dump(checksums),
+    }
+    metadata["header_checksum"] = metadata_checksum(metadata)
+    header: dict[str, Any] = {"__metadata__": metadata}
+    header.update(_tensor_table(geometry, kind))
+    text = _dump(header).encode()
+    length = -(-(LENGTH_BYTES + len(text)) // ALIGNMENT) * ALIGNMENT - LENGTH_BYTES
+    encoded = EncodedChunk(length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length), pieces, checksums)
+    try:  # an object that no reader would take must not be written
+        read_header(encoded.header, encoded.nbytes)
+    except ObjectCorrupt as error:
+        raise TokenError(f"this chunk's record cannot be stored: {error}") from None
+    return encoded
+
+
+def metadata_checksum(metadata: dict[str, str]) -> str:
+    """blake3 over all metadata entries but ``header_checksum``, by sorted key, each key and value with its length before it."""
+    hasher = blake3()
+    for key in sorted(metadata, key=str.encode):
+        if key != "header_checksum":
+            for raw in (key.encode(), metadata[key].encode()):
+                hasher.update(len(raw).to_bytes(8, "big") + raw)
+    return hasher.hexdigest()
+
+
+def header_length(prefix: Buffer, total_bytes: int) -> int:
+    """Bytes of length and JSON together, from a file's first 8 bytes.
+
+    Raises:
+        ObjectCorrupt: too short, or a length that cannot be.
+    """
+    if len(prefix) < LENGTH_BYTES:
+        _corrupt(f"only {len(prefix)} bytes, an object has at least a header")
+    length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
+    if length > MAX_HEADER_BYTES:
+        _corrupt(f"the header claims {length} bytes, more than the {MAX_HEADER_BYTES} any object has")
+    if LENGTH_BYTES + length > total_bytes:
+        _corrupt(f"truncated: the header needs {LENGTH_BYTES + length} bytes, there are {total_bytes}")
+    return LENGTH_BYTES + length
+
+
+def read_header(data: Buffer, total_bytes: int | None = None) -> ChunkHeader:
+    """Parse and check an object's header, everything in it against everything else.
+
+    Args:
+        data: the object, or at least its first :func:`header_length` bytes.
+        total_bytes: size of the whole object; None takes ``data`` as the whole.
+
+    Raises:
+        ObjectCorrupt: whatever does not fit. No other error, for any bytes.
+    """
+    total = len(data) if total_bytes is None else total_bytes
+    end = header_length(data, total)
+    try:
+        header = json.loads(bytes(data[LENGTH_BYTES:end]), object_pairs_hook=_no_duplicates, parse_constant=_corrupt_constant)
+    except (ValueError, RecursionError) as error:
+        _corrupt(f"the header is not JSON ({error})")
+    if not isinstance(header, dict) or not isinstance(header.get("__metadata__"), dict):
+        _corrupt("the header has no __metadata__")
+    metadata = header.pop("__metadata__")
+    if metadata.get("format") != FORMAT_VERSION:
+        _corrupt(f"format version {metadata.get('format')!r} is unknown, this qcap reads {FORMAT_VERSION!r}")
+    if missing := sorted(_KEYS - metadata.keys()):
+        _corrupt(f"metadata is missing: {', '.join(missing)}")
+    if not all(isinstance(value, str) for value in metadata.values()):
+        _corrupt("a metadata value is not a string")
+    try:
+        matches = metadata_checksum(metadata) == metadata["header_checksum"]
+    except UnicodeError:
+        _corrupt("metadata holds text that is not Unicode")
+    if not matches:
+        _corrupt("wrong checksum over the metadata: a header field was changed")
+    record, checksums = _record(metadata)
+    return _check_layout(header, record, checksums, end, total, metadata["qcap_version"])
+
+
+def _check_layout(
+    table: dict[str, Any], record: ChunkRecord, checksums: tuple[str, ...], end: int, total: int, version: str
+) -> ChunkHeader:
+    """The tensor table must be exactly what the geometry gives; so there are no gaps, overlaps or surprises in it."""
+    wanted = _tensor_table(record.geometry, record.kind)
+    if table.keys() != wanted.keys():
+        odd = sorted(table.keys() ^ wanted.keys())
+        _corrupt(f"{len(table)} tensors where the geometry says {len(wanted)} layers, for instance {odd[0]!r}")
+    for name, entry in wanted.items():
+        if table[name] != entry:
+            _corrupt(f"tensor {name!r} is declared as {table[name]!r}, its geometry gives {entry!r}")
+    layer_bytes = record.geometry.chunk_bytes(record.kind) // record.geometry.num_layers
+    header = ChunkHeader(record, end, layer_bytes, checksums, version)
+    if header.total_bytes != total:
+        _corrupt(f"{'truncated' if total < header.total_bytes else 'too long'}: {total} bytes where the header says {header.total_bytes}")
+    return header
+
+
+def layer_range(header: ChunkHeader, layer: int) -> tuple[int, int]:
+    """``(offset, length)`` of one layer in the file, bytes.
+
+    Raises:
+        IndexError: no such layer.
+    """
+    if not 0 <= layer < len(header.layer_checksums):
+        raise IndexError(f"layer {layer} of {len(header.layer_checksums)}")
+    return header.data_start + layer * header.layer_bytes, header.layer_bytes
+
+
+def empty_tensor(header: ChunkHeader) -> torch.Tensor:
+    """An uninitialised ``[planes, L, CH, H]`` of the header's dtype, to read the layers into."""
+    return torch.empty(header.record.geometry.chunk_shape(header.record.kind), dtype=header.record.geometry.torch_dtype)
+
+
+def check_layers(header: ChunkHeader, pieces: list[memoryview]) -> None:
+    """Compare each layer's bytes (as :func:`tensor_pieces` gives them) with the header's checksums.
+
+    Raises:
+        ObjectCorrupt: naming the first layer that differs.
+    """
+    planes = header.record.kind.planes
+    for layer, checksum in enumerate(header.layer_checksums):
+        check_layer(layer, checksum, pieces[layer * planes : (layer + 1) * planes])
+
+
+def check_layer(layer: int, checksum: str, pieces: Iterable[Buffer]) -> None:
+    """Compare one layer's bytes with its checksum.
+
+    Raises:
+        ObjectCorrupt: they differ.
+    """
+    if _layer_checksum(pieces) != checksum:
+        _corrupt(f"wrong checksum of layer {layer}: its bytes are not those that were stored")
+
+
+def decode(data: Buffer, *, verify: bool = True) -> LoadedChunk:
+    """One object from its bytes. The tensor is a copy, owned by the caller.
+
+    Args:
+        data: the whole object.
+        verify: check the layers' checksums too. The header is always checked.
+
+    Raises:
+        ObjectCorrupt: whatever does not fit. No other error, for any bytes.
+    """
+    header = read_header(data)
+    tensor = empty_tensor(header)
+    pieces = tensor_pieces(tensor)
+    view, offset = memoryview(data), header.data_start
+    for piece in pieces:
+        piece[:] = view[offset : offset + piece.nbytes]
+        offset += piece.nbytes
+    if verify:
+        check_layers(header, pieces)
+    return LoadedChunk(header.record, tensor)
+
+
+def _layer_checksum(pieces: Iterable[Buffer]) -> str:
+    hasher = blake3()
+    for piece in pieces:
+        hasher.update(piece)
+    return hasher.hexdigest()
+
+
+def _tensor_table(geometry: Geometry, kind: CacheKind) -> dict[str, Any]:
+    planes, layers, chunk, hidden = geometry.chunk_shape(kind)
+    size = planes * chunk * hidden * geometry.torch_dtype.itemsize
+    dtype = SAFETENSORS_DTYPES[geometry.dtype]
+    return {
+        f"layers.{i}": {"dtype": dtype, "shape": [planes, chunk, hidden], "data_offsets": [i * size, (i + 1) * size]} for i in range(layers)
+    }
+
+
+def _record(metadata: dict[str, str]) -> tuple[ChunkRecord, tuple[str, ...]]:
+    try:
+        values = {key: json.loads(metadata[key], parse_constant=_corrupt_constant) for key in _JSON_KEYS}
+    except (ValueError, RecursionError) as error:
+        _corrupt(f"metadata is not JSON where it should be ({error})")
+    for key in ("token_ids", "positions"):
+        if not isinstance(values[key], list) or not all(_is_int(v) and 0 <= v < 2**32 for v in values[key]):
+            _corrupt(f"metadata {key!r} is not a list of integers in [0, 2**32)")
+    if not _is_int(values["start"]) or values["start"] < 0:
+        _corrupt(f"metadata 'start' is {values['start']!r}, not a position")
+    if not isinstance(values["tags"], list) or not all(isinstance(t, list) and [type(v) for v in t] == [str, str] for t in values["tags"]):
+        _corrupt("metadata 'tags' is not a list of pairs of strings")
+    checksums = values["layer_checksums"]
+    if not isinstance(checksums, list) or not all(isinstance(c, str) for c in checksums):
+        _corrupt("metadata 'layer_checksums' is not a list of strings")
+    _check_types(Geometry, values["geometry"])
+    _check_types(Rope, values["geometry"]["rope"])
+    try:
+        geometry = Geometry.from_dict(values["geometry"])
+        # exact kind names: CacheKind.parse is for people
+        kind = CacheKind(metadata["kind"])
+        if len(checksums) != geometry.num_layers:
+            _corrupt(f"{len(checksums)} checksums for {geometry.num_layers} layers")
+        if metadata["model"] != geometry.model:
+            _corrupt(f"model {metadata['model']!r} is not the geometry's {geometry.model!r}")
+        record = ChunkRecord(
+            kind=kind,
+            geometry=geometry,
+            start=values["start"],
+            token_ids=tuple(values["token_ids"]),
+            digest=metadata["digest"],
+            parent=metadata["parent"],
+            salt=metadata["salt"],
+            positions=tuple(values["positions"]),
+            edit=metadata["edit"],
+            tags=tuple((k, v) for k, v in values["tags"]),
+        )
+        if not values["positions"]:
+            _corrupt("metadata 'positions' is empty")
+        if len(record.parent) != 64 or chain_digest(record.parent, record.token_ids) != record.digest:
+            _corrupt("the digest is not that of the parent digest and the token ids")
+        _ = record.key  # its checks of model and salt
+    except ObjectCorrupt:
+        raise
+    except Exception as error:  # a hostile header can fail in more ways than a list here would stay complete for
+        raise ObjectCorrupt(f"not a qcap object: metadata is not usable ({type(error).__name__}: {error})") from None
+    return record, tuple(checksums)
+
+
+def _check_types(cls: type, values: Any) -> None:
+    """Field by field, JSON values have the types that ``cls`` declares; a float may be written as an integer."""
+    if not isinstance(values, dict):
+        _corrupt(f"metadata 'geometry': {cls.__name__} is not an object")
+    for spec in fields(cls):
+        value = values.get(spec.name)
+        declared = str(spec.type)
+        good = {
+            "int": _is_int(value),
+            "float": _is_number(value),
+            "str": isinstance(value, str),
+            "bool": isinstance(value, bool),
+            "tuple[str, ...]": isinstance(value, list) and all(isinstance(v, str) for v in value),
+            "dict[str, float]": isinstance(value, dict),  # what an exotic rope keeps here is its own business
+            "Rope": isinstance(value, dict),
+        }[declared]
+        if not good:
+            _corrupt(f"metadata 'geometry': {cls.__name__}.{spec.name} is {value!r}, not a {declared}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return values
+
+
+def _corrupt_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _corrupt(what: str) -> NoReturn:
+    raise ObjectCorrupt(f"not a qcap object: {what}")

@@ -1,0 +1,311 @@
+"""The object tier: chunks, manifests and receipts as files of a store, whole or not there.
+
+=============================================================  ==================================================================
+``objects/<first 2 of fingerprint>/<fingerprint>.safetensors``  one chunk; the fingerprint is that of its key
+``models/<slug>/<fingerprint>.<kind>.json``                     manifest: what a reader must know of one model and kind
+``sequences/<slug>/<engine>-<request>-<hash>.json``             receipt of one served request
+``staging/<uuid>``                                              being written; left behind only by a killed process
+=============================================================  ==================================================================
+
+Publishing is: write beside, read back and compare with the checksums, then rename if nothing is there. Any number of processes may
+write one store. Nothing is flushed to the medium (``fsync``): a killed process loses nothing that was visible, a power cut may leave
+a file that its checksums disown.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import torch
+from blake3 import blake3
+
+from qcap.errors import ObjectCorrupt
+from qcap.geometry import Geometry
+from qcap.kinds import CacheKind
+from qcap.store import chunkfile
+from qcap.store.buckets import STAGING, Bucket, Entry, Reader, Staged
+from qcap.store.tiers import LoadedChunk, SequenceRecord
+from qcap.tokens import ChunkKey, ChunkRecord
+
+OBJECTS, MODELS, SEQUENCES = "objects", "models", "sequences"
+JSON_FORMAT = 1
+_OBJECT_PATH = re.compile(r"objects/([0-9a-f]{2})/(\1[0-9a-f]{62})\.safetensors")
+
+
+def object_path(key: ChunkKey) -> str:
+    """Where the chunk of ``key`` lies, from the store's root."""
+    name = key.fingerprint()
+    return f"{OBJECTS}/{name[:2]}/{name}.safetensors"
+
+
+def is_object_path(path: str) -> bool:
+    """Whether ``path`` has the form that :func:`object_path` gives."""
+    return _OBJECT_PATH.fullmatch(path) is not None
+
+
+def slug(text: str, limit: int = 64) -> str:
+    """``text`` as one part of a path: other characters become ``-``; a hash keeps different texts apart."""
+    safe = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip(".-")[:limit]
+    return f"{safe}-{blake3(text.encode()).hexdigest()[:8]}"
+
+
+@dataclass
+class PreparedChunk:
+    """A chunk written beside and checked. ``publish`` or ``discard`` ends it."""
+
+    path: str
+    nbytes: int
+    staged: Staged
+
+    def publish(self, *, overwrite: bool = False) -> bool:
+        """Make it visible; False if an object is there and not ``overwrite``. Nothing stays beside in any case."""
+        return self.staged.publish(self.path, overwrite=overwrite)
+
+    def discard(self) -> None:
+        """Remove it."""
+        self.staged.discard()
+
+
+class ObjectTier:
+    """Chunks, manifests and receipts in a bucket. All methods may be called from any thread.
+
+    Errors of the medium come as ``OSError`` or obstore's own; the engine maps them.
+    """
+
+    def __init__(self, bucket: Bucket, url: str) -> None:
+        self.bucket = bucket
+        self.url = url
+
+    # -- chunks
+
+    def exists(self, key: ChunkKey) -> bool:
+        """Whether an object is published under ``key``."""
+        return self.bucket.exists(object_path(key))
+
+    def prepare(self, record: ChunkRecord, tensor: torch.Tensor) -> PreparedChunk:
+        """Write one chunk beside and check what was written.
+
+        Args:
+            record, tensor: see :func:`chunkfile.encode`.
+
+        Raises:
+            ShapeError, TokenError: record and tensor do not fit.
+            ObjectCorrupt: what was read back is not what was written, or ``tensor`` changed meanwhile.
+        """
+        encoded = chunkfile.encode(record, tensor)
+        staged = self.bucket.stage(encoded.buffers())
+        try:
+            _check_written(staged, encoded, record.kind.planes)
+        except BaseException:
+            staged.discard()
+            raise
+        return PreparedChunk(object_path(record.key), encoded.nbytes, staged)
+
+    def load(self, key: ChunkKey, *, verify: bool = True) -> LoadedChunk | None:
+        """One chunk; None if there is no such object.
+
+        Raises:
+            ObjectCorrupt: it does not verify, or is another key's object.
+        """
+        return self.load_path(object_path(key), verify=verify)
+
+    def load_path(self, path: str, *, verify: bool = True) -> LoadedChunk | None:
+        """As :meth:`load`, by path: the object's key must be the one the path stands for."""
+        with self._open(path) as reader:
+            if reader is None:
+                return None
+            loaded = _read_chunk(reader, path, verify)
+        _check_key(loaded.record, path)
+        return loaded
+
+    def header(self, key: ChunkKey) -> chunkfile.ChunkHeader | None:
+        """The header of one chunk, checked; None if there is no such object. Raises ``ObjectCorrupt``."""
+        path = object_path(key)
+        with self._open(path) as reader:
+            if reader is None:
+                return None
+            header = _read_header(reader, path)
+        _check_key(header.record, path)
+        return header
+
+    def delete(self, key: ChunkKey) -> None:
+        """Remove one chunk, if it is there."""
+        self.bucket.delete(object_path(key))
+
+    def list_objects(self) -> Iterator[Entry]:
+        """All files below ``objects/``."""
+        return self.bucket.list(OBJECTS)
+
+    # -- manifests
+
+    def put_manifest(self, geometry: Geometry, kinds: Sequence[CacheKind], engine: dict[str, str]) -> None:
+        """Publish a manifest a kind, unless it is there. See :meth:`Backend.put_manifest`.
+
+        Raises:
+            GeometryMismatch: the store holds another geometry under this model name, chunk size, dtype and tensor-parallel size.
+        """
+        geometry = geometry.for_rank(0)
+        base = _manifest_base(geometry)
+        for other in CacheKind:
+            self._check_manifest(f"{base}.{other.value}.json", geometry)
+        for kind in kinds:
+            document = {"format": JSON_FORMAT, "kind": kind.value, "geometry": geometry.to_dict(), "engine": engine}
+            path = f"{base}.{kind.value}.json"
+            if not self.bucket.stage([json.dumps(document, indent=1).encode()]).publish(path):
+                self._check_manifest(path, geometry)  # another process was first
+
+    def _check_manifest(self, path: str, geometry: Geometry) -> None:
+        found = self.read_manifest(path)
+        if found is not None:
+            geometry.check_same(found[0], f"what the store {self.url} already holds of this model")
+
+    def read_manifest(self, path: str) -> tuple[Geometry, CacheKind, dict[str, str]] | None:
+        """One manifest; None if it is not there. Raises ``ObjectCorrupt``."""
+        document = self._read_json(path)
+        if document is None:
+            return None
+        try:
+            engine = {str(k): str(v) for k, v in document["engine"].items()}
+            return Geometry.from_dict(document["geometry"]), CacheKind(document["kind"]), engine
+        except Exception as error:  # whatever a foreign or damaged file makes fail
+            raise ObjectCorrupt(f"{path} is not a manifest ({type(error).__name__}: {error})") from None
+
+    def manifests(self, model: str | None = None) -> list[tuple[Geometry, tuple[CacheKind, ...], dict[str, str]]]:
+        """See :meth:`Backend.manifests`. Sorted by path. Raises ``ObjectCorrupt``."""
+        merged: dict[str, tuple[Geometry, tuple[CacheKind, ...], dict[str, str]]] = {}
+        for path in self.list_manifests(model):
+            found = self.read_manifest(path)
+            if found is None or (model is not None and found[0].model != model):
+                continue
+            geometry, kind, engine = found
+            base = path.removesuffix(f".{kind.value}.json")
+            before = merged.get(base, (geometry, (), engine))
+            kinds = (*before[1], kind)
+            merged[base] = (before[0], tuple(k for k in CacheKind if k in kinds), before[2])
+        return list(merged.values())
+
+    def list_manifests(self, model: str | None = None) -> list[str]:
+        """Paths of all manifests, sorted."""
+        return sorted(e.path for e in self.bucket.list(MODELS if model is None else f"{MODELS}/{slug(model)}"))
+
+    # -- receipts
+
+    def put_sequence(self, record: SequenceRecord) -> None:
+        """Publish a receipt."""
+        body = msgspec.json.encode(record)
+        name = f"{slug(record.engine_id, 24)}-{slug(record.request_id, 64)}-{blake3(body).hexdigest()[:16]}"
+        data = b'{"format":%d,"sequence":%s}' % (JSON_FORMAT, body)
+        self.bucket.stage([data]).publish(f"{SEQUENCES}/{slug(record.model)}/{name}.json")
+
+    def read_sequence(self, path: str) -> SequenceRecord | None:
+        """One receipt; None if it is not there. Raises ``ObjectCorrupt``."""
+        document = self._read_json(path)
+        if document is None:
+            return None
+        try:
+            return msgspec.convert(document["sequence"], SequenceRecord)
+        except (KeyError, msgspec.ValidationError) as error:
+            raise ObjectCorrupt(f"{path} is not a receipt ({error})") from None
+
+    def list_sequences(self, model: str | None = None) -> list[str]:
+        """Paths of all receipts, sorted."""
+        return sorted(e.path for e in self.bucket.list(SEQUENCES if model is None else f"{SEQUENCES}/{slug(model)}"))
+
+    # -- staging
+
+    def list_staging(self, older_than_s: float = 0.0) -> list[Entry]:
+        """Files being written, or left by a killed process: those last written to ``older_than_s`` or more ago."""
+        return [e for e in self.bucket.list(STAGING) if e.age_s >= older_than_s]
+
+    def clean_staging(self, older_than_s: float = 24 * 3600.0) -> int:
+        """Remove what killed processes left; how many files. A writer that is alive and slower than ``older_than_s`` would fail."""
+        old = self.list_staging(older_than_s)
+        for entry in old:
+            self.bucket.delete(entry.path)
+        return len(old)
+
+    def _read_json(self, path: str) -> dict[str, Any] | None:
+        with self._open(path) as reader:
+            if reader is None:
+                return None
+            data = bytearray(reader.nbytes)
+            reader.readinto([memoryview(data)])
+        try:
+            document = json.loads(bytes(data))
+        except (ValueError, RecursionError) as error:
+            raise ObjectCorrupt(f"{path} is not JSON ({error})") from None
+        if not isinstance(document, dict) or document.get("format") != JSON_FORMAT:
+            version = document.get("format") if isinstance(document, dict) else None
+            raise ObjectCorrupt(f"{path} has format {version!r}, this qcap reads {JSON_FORMAT}")
+        return document
+
+    @contextlib.contextmanager
+    def _open(self, path: str) -> Iterator[Reader | None]:
+        reader = self.bucket.open(path)
+        try:
+            yield reader
+        finally:
+            if reader is not None:
+                reader.close()
+
+
+def _manifest_base(geometry: Geometry) -> str:
+    identity = json.dumps([geometry.model, geometry.chunk_size, geometry.dtype, geometry.tp_size])
+    return f"{MODELS}/{slug(geometry.model)}/{blake3(identity.encode()).hexdigest()[:32]}"
+
+
+def _check_written(staged: Staged, encoded: chunkfile.EncodedChunk, planes: int) -> None:
+    """Read a staged object back, a layer at a time, and compare."""
+    header = bytearray(len(encoded.header))
+    layer = memoryview(bytearray(encoded.pieces[0].nbytes * planes))
+    reader = staged.open()
+    try:
+        if reader.nbytes != encoded.nbytes or reader.readinto([memoryview(header)]) != len(header) or header != encoded.header:
+            raise ObjectCorrupt(
+                f"{reader.nbytes} bytes read back of {encoded.nbytes} written, or another header: the medium is not reliable"
+            )
+        for i, checksum in enumerate(encoded.layer_checksums):
+            reader.readinto([layer])
+            chunkfile.check_layer(i, checksum, [layer])
+    finally:
+        reader.close()
+
+
+def _read_header(reader: Reader, path: str) -> chunkfile.ChunkHeader:
+    try:
+        prefix = bytearray(min(chunkfile.LENGTH_BYTES, reader.nbytes))
+        reader.readinto([memoryview(prefix)])
+        data = bytearray(chunkfile.header_length(prefix, reader.nbytes))
+        data[: len(prefix)] = prefix
+        if len(data) > len(prefix):
+            reader.readinto([memoryview(data)[len(prefix) :]])
+        return chunkfile.read_header(data, reader.nbytes)
+    except ObjectCorrupt as error:
+        raise ObjectCorrupt(f"{path}: {error}") from None
+
+
+def _read_chunk(reader: Reader, path: str, verify: bool) -> LoadedChunk:
+    """Header, then the layers straight into the tensor that is handed out."""
+    header = _read_header(reader, path)
+    tensor = chunkfile.empty_tensor(header)
+    pieces = chunkfile.tensor_pieces(tensor)
+    wanted = header.total_bytes - header.data_start
+    if (got := reader.readinto(pieces)) != wanted:
+        raise ObjectCorrupt(f"{path}: truncated while it was read, {got} bytes of {wanted}")
+    if verify:
+        try:
+            chunkfile.check_layers(header, pieces)
+        except ObjectCorrupt as error:
+            raise ObjectCorrupt(f"{path}: {error}") from None
+    return LoadedChunk(header.record, tensor)
+
+
+def _check_key(record: ChunkRecord, path: str) -> None:
+    if object_path(record.key) != path:
+        raise ObjectCorrupt(f"{path}: holds the object of another key, {object_path(record.key)}: it was moved or copied by hand")

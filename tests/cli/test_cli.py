@@ -1,0 +1,251 @@
+"""The commands that look at a store, against a small one; no engine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import qcap
+from qcap.demo.run import DemoFailed
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def parsed(result):
+    code, out, _ = result
+    return code, json.loads(out)
+
+
+# -- ls
+
+
+def test_ls_lists_models_and_sequences(small_store, qcap_command):
+    code, out, err = qcap_command("ls", small_store.url)
+    assert (code, err) == (0, "")
+    for text in ("9 objects", "org/tiny", "kv, query", "req-whole", "kv 3/3, query 3/3", "kv 2/2, query 1/2", "query:ring-full 1"):
+        assert text in out, text
+    assert "req-[red]holed" in out, "what a store holds is not read as markup"
+
+
+def test_ls_json(small_store, qcap_command):
+    code, found = parsed(qcap_command("ls", small_store.url, "--json"))
+    assert code == 0
+    assert found["objects"] == len(small_store.objects()) == 9
+    assert found["bytes"] == sum(p.stat().st_size for p in small_store.objects())
+    (model,) = found["models"]
+    assert model["kinds"] == ["kv", "query"] and model["layers"] == 2 and model["chunk_size"] == 4 and model["sequences"] == 2
+    assert model["query_heads"] == 4 and model["kv_heads"] == 2 and model["head_size"] == 8 and model["dtype"] == "float32"
+    assert [s["request_id"] for s in found["sequences"]] == ["req-whole", "req-[red]holed"]
+    assert found["sequences"][0]["tokens"] == 14 and found["sequences"][0]["computed_tokens"] == 13
+
+
+def test_ls_limit_lists_the_newest(small_store, qcap_command):
+    _, out, _ = qcap_command("ls", small_store.url, "--limit", 1)
+    assert "req-[red]holed" in out and "req-whole" not in out and "1 of 2" in out
+
+
+def test_ls_of_a_store_that_is_not_there_makes_none(tmp_path, qcap_command):
+    code, out, _ = qcap_command("ls", tmp_path / "nothing")
+    assert code == 0 and "0 objects" in out and "No model has been captured here" in out
+    assert not (tmp_path / "nothing").exists()
+
+
+# -- show
+
+
+def test_show_asks_the_store_for_each_chunk(small_store, qcap_command):
+    code, found = parsed(qcap_command("show", small_store.url, "--request", "req-[red]holed", "--json"))
+    assert code == 0
+    assert found["tokens"] == 10 and found["prompt_tokens"] == 6 and found["salt"] == "" and found["token_ids"] == list(range(200, 210))
+    assert found["coverage"]["kv"]["chunks"] == [True, True] and found["coverage"]["kv"]["fraction"] == 1.0
+    query = found["coverage"]["query"]
+    assert query["chunks"] == [False, True] and query["fraction"] == 0.5 and query["holes"] == [0] and query["prefix_tokens"] == 0
+    assert found["skipped"] == {"query": {"ring-full": 1}}
+    small_store.objects()[0].unlink()  # a receipt may promise what is no longer there
+    everything = [parsed(qcap_command("show", small_store.url, "-r", i, "--json"))[1] for i in (0, 1)]
+    assert sum(sum(c["chunks"]) for s in everything for c in s["coverage"].values()) == 8
+
+
+def test_show_by_number_id_and_from_the_end(small_store, qcap_command):
+    by = {r: parsed(qcap_command("show", small_store.url, "-r", r, "--json"))[1]["request_id"] for r in ("0", "req-whole", "1", "-1")}
+    assert by == {"0": "req-whole", "req-whole": "req-whole", "1": "req-[red]holed", "-1": "req-[red]holed"}
+
+
+def test_show_in_words(small_store, qcap_command):
+    code, out, _ = qcap_command("show", small_store.url, "-r", 1)
+    assert code == 0
+    stored = ("8 of 8 whole-chunk tokens stored (100%)", "4 of 8 whole-chunk tokens stored (50%)")
+    for text in ("10: 6 prompt, 4 generated", *stored, "██", "·█", "ring-full"):
+        assert text in out, text
+
+
+def test_show_without_a_request_lists_them(small_store, qcap_command):
+    code, out, _ = qcap_command("show", small_store.url)
+    assert code == 0 and "req-whole" in out and "--request" in out
+    assert len(parsed(qcap_command("show", small_store.url, "--json"))[1]["sequences"]) == 2
+
+
+@pytest.mark.parametrize("request_id", ["2", "-3", "req", "nonsense"])
+def test_show_of_an_unknown_request_is_one_line(small_store, qcap_command, request_id):
+    code, out, err = qcap_command("show", small_store.url, "--request", request_id)
+    assert code == 2 and not out
+    assert err.count("\n") == 1 and err.startswith("qcap: ") and repr(request_id) in err and "qcap ls" in err
+
+
+def test_show_of_an_unknown_model(small_store, qcap_command):
+    code, _, err = qcap_command("show", small_store.url, "--model", "org/other")
+    assert code == 2 and "org/other" in err
+
+
+def test_show_with_a_tokenizer_gives_the_text(small_store, qcap_command, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {f"w{i}": i for i in range(300)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="w0").save_pretrained(tmp_path / "tok")
+    _, found = parsed(qcap_command("show", small_store.url, "-r", 0, "--tokenizer", tmp_path / "tok", "--json"))
+    assert found["text"]["prompt"].split() == [f"w{i}" for i in range(100, 108)]
+    assert found["text"]["generated"].split() == [f"w{i}" for i in range(108, 114)]
+    code, _, err = qcap_command("show", small_store.url, "-r", 0, "--tokenizer", tmp_path / "missing")
+    assert code == 2 and "is not a folder" in err
+
+
+# -- verify
+
+
+def test_verify_of_a_sound_store(small_store, qcap_command):
+    code, found = parsed(qcap_command("verify", small_store.url, "--json"))
+    assert code == 0 and found["ok"] and found["objects"] == 9 and found["bad"] == [] and found["sequences"] == 2
+    code, out, _ = qcap_command("verify", small_store.url)
+    assert code == 0 and "all sound" in out
+
+
+def test_verify_names_what_is_damaged_and_ends_with_1(small_store, qcap_command):
+    victim = small_store.objects()[3]
+    data = bytearray(victim.read_bytes())
+    data[-1] ^= 1
+    victim.write_bytes(data)
+    code, found = parsed(qcap_command("verify", small_store.url, "--json"))
+    assert code == 1 and not found["ok"]
+    (bad,) = found["bad"]
+    assert Path(bad["path"]).name == victim.name and "checksum" in bad["reason"]
+    code, out, _ = qcap_command("verify", small_store.url)
+    assert code == 1 and "1 bad" in out and "checksum" in out
+
+
+# -- doctor
+
+
+def test_doctor_checks_a_store_and_leaves_it_as_it_was(small_store, qcap_command, without_vllm):
+    before = sorted(p.relative_to(small_store.folder) for p in small_store.folder.rglob("*") if p.is_file())
+    code, found = parsed(qcap_command("doctor", "--store", small_store.url, "--json"))
+    assert code == 0 and found["ok"]
+    findings = {f["name"]: f for f in found["findings"]}
+    assert findings[f"store {small_store.url}"]["status"] == "ok" and "9 objects" in findings[f"store {small_store.url}"]["found"]
+    assert sorted(p.relative_to(small_store.folder) for p in small_store.folder.rglob("*") if p.is_file()) == before
+    for name in ("qcap", "torch", "triton", "transformers", "page layouts"):
+        assert findings[name]["found"], name
+    assert "BH(Kt,V)" in findings["page layouts"]["found"] and "2BNHD" in findings["page layouts"]["found"]
+
+
+def test_doctor_of_a_store_that_cannot_be_written(tmp_path, qcap_command, without_vllm):
+    (tmp_path / "file").write_text("not a folder")
+    code, found = parsed(qcap_command("doctor", "--store", (tmp_path / "file").as_uri(), "--json"))
+    assert code == 1 and not found["ok"]
+    (bad,) = [f for f in found["findings"] if f["status"] == "bad"]
+    assert bad["name"].startswith("store") and bad["next_step"]
+
+
+@pytest.fixture
+def without_vllm(monkeypatch):
+    """As on a machine where vLLM was never installed."""
+    from qcap import doctor
+
+    installed = doctor._installed
+    monkeypatch.setattr(doctor, "_installed", lambda name: "" if name.startswith("vllm") else installed(name))
+
+
+def test_doctor_without_vllm_says_so_and_what_to_do(qcap_command, without_vllm):
+    code, found = parsed(qcap_command("doctor", "--json"))
+    assert code == 0
+    (vllm,) = [f for f in found["findings"] if f["name"] == "vLLM"]
+    assert vllm["status"] == "missing" and "pip install" in vllm["next_step"]
+    code, out, _ = qcap_command("doctor")
+    assert code == 0 and "not installed" in out
+
+
+@pytest.mark.parametrize(("installed", "status"), [("0.19.1", "bad"), ("0.20.0", "ok"), ("0.32.0+cpu", "ok"), ("0.33.0", "bad")])
+def test_doctor_knows_which_vllm_it_was_made_for(monkeypatch, installed, status):
+    from qcap import doctor
+
+    monkeypatch.setattr(doctor, "_installed", lambda name: installed if name == "vllm" else "")
+    assert next(doctor._vllm()).status.value == status
+
+
+@pytest.mark.vllm
+def test_doctor_looks_at_the_attention_backends(tmp_path):
+    pytest.importorskip("vllm")
+    done = subprocess.run([sys.executable, "-m", "qcap.cli", "doctor", "--json"], capture_output=True, text=True, timeout=300, check=False)
+    findings = {f["name"]: f for f in json.loads(done.stdout[done.stdout.index("{") :])["findings"]}
+    assert findings["vLLM"]["status"] == "ok"
+    assert findings["backend CPU"]["status"] in ("ok", "-")
+    assert any(f["status"] == "ok" for name, f in findings.items() if name.startswith("backend "))
+
+
+# -- errors, version
+
+
+def test_an_error_is_one_line_and_code_2(qcap_command):
+    code, out, err = qcap_command("ls", "fiel:///data")
+    assert code == 2 and not out and err.startswith("qcap: ") and err.count("\n") == 1 and "'file'" in err and "Traceback" not in err
+
+
+def test_debug_shows_where_it_came_from(qcap_command):
+    code, _, err = qcap_command("ls", "fiel:///data", "--debug")
+    assert code == 2 and "Traceback" in err and "qcap: " in err
+
+
+def test_a_wrong_option_is_told(qcap_command, small_store):
+    code, _, err = qcap_command("ls", small_store.url, "--jsn")
+    assert code == 2 and "--jsn" in err
+
+
+def test_version(qcap_command):
+    assert qcap_command("--version") == (0, f"qcap {qcap.__version__}\n", "")
+
+
+def test_a_failed_demo_ends_with_1(qcap_command, monkeypatch, tmp_path):
+    import qcap.demo.run
+    import qcap.demo.settings
+
+    def fail(settings, console):
+        raise DemoFailed("coverage of kv is 50.00%")
+
+    monkeypatch.setattr(qcap.demo.run, "run", fail)
+    monkeypatch.setattr(qcap.demo.settings, "find_model", lambda model, dtype: (tmp_path, "m"))
+    code, _, err = qcap_command("demo", "--out", tmp_path)
+    assert code == 1 and err == "qcap: coverage of kv is 50.00%\n"
+
+
+def test_help_names_every_command(qcap_command):
+    code, out, _ = qcap_command("--help")
+    assert code == 0
+    for name in ("ls", "show", "verify", "doctor", "demo"):
+        assert f"\n  {name} " in out, name
+
+
+def test_looking_at_a_store_loads_no_engine(small_store):
+    program = (
+        "import sys\nfrom qcap.cli import main\n"
+        f"try:\n    main(['ls', {small_store.url!r}])\nexcept SystemExit as e:\n    assert not e.code, e.code\n"
+        "assert not {'vllm', 'transformers', 'matplotlib'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr

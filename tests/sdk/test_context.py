@@ -1,0 +1,397 @@
+"""retrieve, coverage, store, close."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from qcap.errors import EditConflict, GeometryMismatch, ObjectCorrupt, ShapeError, StoreError, StoreUnavailable, TokenError
+from qcap.kinds import CacheKind
+from qcap.sdk.edits import keep, salt_for
+from qcap.store.tiers import LoadedChunk, StoreOutcome
+from qcap.tokens import ChunkedTokenDatabase
+
+KV, QUERY = CacheKind.KV, CacheKind.QUERY
+IDS = list(range(100, 118))  # 18 tokens: 4 chunks of 4 and a tail of 2
+
+
+def key_of(ctx, chunk, salt="", rank=0, tokens=IDS):
+    return ctx._key(ChunkedTokenDatabase(ctx.chunk_size).chunks(tokens)[chunk], salt, rank)
+
+
+# -- retrieve -----------------------------------------------------------------------------------------------------------
+
+
+def test_retrieve_returns_whole_chunks_of_both_kinds(any_bench):  # Q1 Q5 Q10 Q12 K4
+    kv_rows, q_rows = any_bench.put(KV, IDS), any_bench.put(QUERY, IDS, seed=1)
+    kv, q = any_bench.context(KV), any_bench.context(QUERY)
+    assert (kv.stored_model, q.stored_model, q.model) == ("org/tiny", "org/tiny##query", "org/tiny")
+    got_kv, got_q = kv.retrieve(IDS), q.retrieve(IDS)
+    assert got_kv.shape == (2, 2, 16, 16) and got_q.shape == (1, 2, 16, 32)  # H of queries is that of the query heads
+    assert kv.shape_of(16) == got_kv.shape and q.shape_of(16) == got_q.shape
+    assert torch.equal(got_kv, kv_rows[:, :, :16]) and torch.equal(got_q, q_rows[:, :, :16])
+    assert got_kv.is_contiguous() and got_q.is_contiguous()
+    got_kv.zero_()  # Copies: the SDK's tensors are the caller's
+    assert torch.equal(kv.retrieve(IDS), kv_rows[:, :, :16])
+
+
+def test_ids_may_be_list_array_or_tensor(bench):
+    rows = bench.put(KV, IDS)
+    for ids in (IDS, tuple(IDS), np.array(IDS), torch.tensor(IDS, dtype=torch.int32)):
+        assert torch.equal(bench.context().retrieve(ids), rows[:, :, :16])
+
+
+@pytest.mark.parametrize("tokens", [[], [1], [1, 2, 3]])
+def test_less_than_a_chunk_is_none_without_asking_the_store(bench, caplog, tokens):  # Q11
+    with caplog.at_level(logging.INFO, "qcap.sdk"):
+        assert bench.context().retrieve(tokens) is None
+    assert bench.backend.data_calls == 0
+    assert "less than one chunk" in caplog.text and caplog.records[0].levelno == logging.INFO
+
+
+def test_a_miss_is_none(bench, caplog):  # Q13
+    with caplog.at_level(logging.INFO, "qcap.sdk"):
+        assert bench.context().retrieve(IDS) is None
+    assert bench.backend.calls["load"] == 0 and "no chunk" in caplog.text
+
+
+def test_the_first_hole_ends_the_prefix(bench):
+    rows = bench.put(KV, IDS)
+    ctx = bench.context()
+    del bench.backend.objects[key_of(ctx, 2)]
+    assert torch.equal(ctx.retrieve(IDS), rows[:, :, :8])
+    del bench.backend.objects[key_of(ctx, 0)]
+    assert ctx.retrieve(IDS) is None
+
+
+def test_a_chunk_that_vanishes_under_the_hand_ends_the_prefix_with_a_warning(bench, caplog):
+    rows = bench.put(KV, IDS)
+    ctx = bench.context()
+    gone = key_of(ctx, 1)
+    bench.backend.before_load = lambda key: bench.backend.objects.pop(gone, None)
+    with caplog.at_level(logging.WARNING, "qcap.sdk"):
+        got = ctx.retrieve(IDS)
+    assert torch.equal(got, rows[:, :, :4]) and got.is_contiguous() and got.untyped_storage().nbytes() == got.nbytes
+    assert "chunk 1" in caplog.text and "vanished" in caplog.text
+    bench.backend.before_load = lambda key: bench.backend.objects.clear()
+    assert ctx.retrieve(IDS) is None
+
+
+def test_a_corrupt_chunk_raises_and_names_the_next_step(bench):
+    bench.put(KV, IDS)
+    ctx = bench.context()
+    bench.backend.corrupt = {key_of(ctx, 1)}
+    with pytest.raises(ObjectCorrupt, match=r"chunk 1 \(tokens 4\.\.7.*qcap verify fake://store"):
+        ctx.retrieve(IDS)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "error"),
+    [
+        ("token_ids", (1, 2, 3, 4), ObjectCorrupt),
+        ("digest", "00" * 32, ObjectCorrupt),
+        ("parent", "00" * 32, ObjectCorrupt),
+        ("salt", "other", ObjectCorrupt),
+        ("kind", QUERY, ObjectCorrupt),
+    ],
+)
+def test_a_header_that_is_not_what_was_asked_raises(bench, field, value, error):
+    bench.put(KV, IDS)
+    ctx = bench.context()
+    key = key_of(ctx, 1)
+    found = bench.backend.objects[key]
+    bench.backend.objects[key] = LoadedChunk(replace(found.record, **{field: value}), found.tensor)
+    with pytest.raises(error, match="another"):
+        ctx.retrieve(IDS)
+
+
+def test_a_chunk_of_another_geometry_raises(bench):
+    bench.put(KV, IDS)
+    ctx = bench.context()
+    key = key_of(ctx, 0)
+    found = bench.backend.objects[key]
+    other = replace(bench.geometry, rope=replace(bench.geometry.rope, theta=5e5))
+    bench.backend.objects[key] = LoadedChunk(replace(found.record, geometry=other), found.tensor)
+    with pytest.raises(GeometryMismatch, match="theta"):
+        ctx.retrieve(IDS)
+    bench.backend.objects[key] = LoadedChunk(found.record, found.tensor[:, :1])
+    with pytest.raises(GeometryMismatch, match="tensor"):
+        ctx.retrieve(IDS)
+
+
+def test_salts_are_apart(bench):  # K3
+    plain, salted = bench.put(KV, IDS), bench.put(KV, IDS, seed=5, salt="mine")
+    ctx = bench.context()
+    assert torch.equal(ctx.retrieve(IDS), plain[:, :, :16]) and torch.equal(ctx.retrieve(IDS, "mine"), salted[:, :, :16])
+    assert ctx.retrieve(IDS, "nobody") is None
+
+
+# -- tensor parallel ----------------------------------------------------------------------------------------------------
+
+
+def test_all_ranks_heads_are_joined(make_bench):  # Q7 W32
+    bench = make_bench(num_q_heads=2, num_kv_heads=1, tp_size=2, total_num_kv_heads=2)
+    for kind in CacheKind:
+        ctx = bench.context(kind)
+        assert (ctx.geometry.num_q_heads, ctx.geometry.num_kv_heads, ctx.geometry.tp_size) == (4, 2, 1)
+        rows = bench.put(kind, IDS)
+        assert torch.equal(ctx.retrieve(IDS), rows[:, :, :16])
+
+
+def test_a_chunk_missing_on_one_rank_is_not_there(make_bench):  # Q7
+    bench = make_bench(num_q_heads=2, num_kv_heads=1, tp_size=2, total_num_kv_heads=2)
+    rows = bench.put(KV, IDS)
+    ctx = bench.context()
+    del bench.backend.objects[key_of(ctx, 2, rank=1)]
+    assert torch.equal(ctx.retrieve(IDS), rows[:, :, :8])
+    assert bench.backend.calls["load"] == 2 * 2  # lookup knew it: nothing beyond was read
+    assert ctx.coverage(IDS).stored == (True, True, False, True)
+
+
+def test_replicated_kv_heads_are_taken_once(make_bench):  # Q7
+    bench = make_bench(num_q_heads=2, num_kv_heads=1, tp_size=4, total_num_kv_heads=2)
+    ctx = bench.context()
+    assert ctx.geometry.num_kv_heads == 2 and ctx.geometry.num_q_heads == 8
+    rows = bench.put(KV, IDS)
+    first, second = (bench.backend.objects[key_of(ctx, 0, rank=r)].tensor for r in (0, 1))
+    assert torch.equal(first, second)  # ranks 0 and 1 hold the same head
+    assert torch.equal(ctx.retrieve(IDS), rows[:, :, :16])
+    assert bench.backend.calls["load"] == 4 * 2  # 4 chunks, the two owning ranks
+    q_rows = bench.put(QUERY, IDS, seed=2)
+    assert torch.equal(bench.context(QUERY).retrieve(IDS), q_rows[:, :, :16])
+
+
+def test_store_splits_heads_by_rank(make_bench):  # Q7
+    bench = make_bench(num_q_heads=2, num_kv_heads=1, tp_size=4, total_num_kv_heads=2)
+    rows = torch.randn(2, 2, 8, 16)
+    ctx = bench.context()
+    assert ctx.store(rows, IDS[:8], salt="s")
+    for rank, head in enumerate((0, 0, 1, 1)):
+        part = bench.backend.objects[key_of(ctx, 1, "s", rank)].tensor
+        assert torch.equal(part, rows[:, :, 4:8, head * 8 : head * 8 + 8])
+    assert torch.equal(ctx.retrieve(IDS[:8], "s"), rows)
+
+
+# -- coverage and sequences ---------------------------------------------------------------------------------------------
+
+
+def test_coverage_tells_chunks_prefix_and_tail(bench):
+    bench.put(KV, IDS)
+    ctx = bench.context()
+    del bench.backend.objects[key_of(ctx, 1)]
+    cov = ctx.coverage(IDS)
+    assert cov.stored == (True, False, True, True) and cov.holes == (1,)
+    assert (cov.whole_chunks, cov.whole_tokens, cov.tail_tokens, cov.stored_tokens, cov.prefix_tokens) == (4, 16, 2, 12, 4)
+    assert cov.fraction == 0.75
+    assert bench.backend.calls["load"] == 0
+    for text in (repr(cov), cov._repr_html_()):
+        assert "12 of 16" in text and "75%" in text and "missing chunks: 1" in text
+    assert len(ctx.retrieve(IDS)[0, 0]) == cov.prefix_tokens
+
+
+def test_coverage_counts_only_what_an_engine_can_have_computed(bench):
+    ctx = bench.context()
+    bench.put(KV, IDS[:15])  # 16 tokens, of which the last was generated and never fed: 3 whole chunks
+    cov = ctx.coverage(IDS[:16], computed_tokens=15)
+    assert cov.whole_chunks == 3 and cov.fraction == 1.0 and cov.tail_tokens == 4
+    assert ctx.coverage(IDS[:16]).fraction == 0.75
+    with pytest.raises(TokenError, match=r"0\.\.16"):
+        ctx.coverage(IDS[:16], computed_tokens=17)
+
+
+def test_coverage_of_nothing(bench):
+    cov = bench.context().coverage([1])
+    assert cov.fraction == 1.0 and cov.tail_tokens == 1 and bench.backend.data_calls == 0
+
+
+# -- store --------------------------------------------------------------------------------------------------------------
+
+
+def test_store_then_retrieve(any_bench):  # Q17
+    ctx = any_bench.context()
+    rows = torch.randn(2, 2, 18, 16)
+    assert ctx.store(rows, IDS, salt="mine") is True
+    assert torch.equal(ctx.retrieve(IDS, "mine"), rows[:, :, :16])  # cut to whole chunks
+    assert ctx.retrieve(IDS) is None  # the engine's own entry is untouched
+
+
+def test_store_works_for_queries(any_bench):  # Q18
+    any_bench.put(QUERY, IDS)
+    ctx = any_bench.context(QUERY)
+    q = ctx.retrieve(IDS)
+    assert ctx.store(-q, IDS[:16], salt="negated") is True
+    assert torch.equal(ctx.retrieve(IDS, "negated"), -q)
+    assert torch.equal(ctx.retrieve(IDS), q)
+
+
+def test_non_contiguous_rows_are_stored_as_they_look(bench):  # Q17
+    ctx = bench.context()
+    rows = torch.randn(2, 2, 16, 8, 2).transpose(2, 3).reshape(2, 2, 16, 16).transpose(0, 1)
+    assert not rows.is_contiguous()
+    assert ctx.store(rows, IDS[:8] + IDS[8:16], salt="t")
+    assert torch.equal(ctx.retrieve(IDS[:16], "t"), rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_rows_are_stored(bench):  # Q17
+    rows = torch.randn(2, 2, 8, 16, device="cuda")
+    assert bench.context().store(rows, IDS[:8], salt="cuda")
+    assert torch.equal(bench.context().retrieve(IDS[:8], "cuda"), rows.cpu())
+
+
+def test_rows_may_require_grad(bench):
+    assert bench.context().store(torch.randn(2, 2, 4, 16, requires_grad=True), IDS[:4], salt="g")
+
+
+def test_less_than_a_chunk_is_false_without_a_round_trip(bench, caplog):  # Q19
+    with caplog.at_level(logging.INFO, "qcap.sdk"):
+        assert bench.context().store(torch.randn(2, 2, 3, 16), IDS[:3], salt="s") is False
+    assert bench.backend.data_calls == 0 and "nothing is stored" in caplog.text
+
+
+def test_the_tail_that_is_not_stored_is_told(bench, caplog):
+    with caplog.at_level(logging.INFO, "qcap.sdk"):
+        bench.context().store(torch.randn(2, 2, 18, 16), IDS, salt="s")
+    assert "last 2 of 18 rows" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [
+        ((2, 2, 17, 16), "17 rows for 18 token ids"),
+        ((1, 2, 18, 16), "2 plane"),
+        ((2, 18, 2, 16), "axis was moved"),
+        ((2, 2, 18, 2, 8), "four axes"),
+        ((2, 2, 18, 32), "other kind"),
+    ],
+)
+def test_wrong_shapes_name_got_wanted_and_cause(bench, shape, said):  # Q17
+    with pytest.raises(ShapeError) as error:
+        bench.context().store(torch.zeros(shape), IDS, salt="s")
+    assert said in str(error.value) and str(tuple(shape)) in str(error.value) and "(2, 2, 18, 16)" in str(error.value)
+    assert bench.backend.data_calls == 0
+
+
+def test_another_dtype_is_refused_with_the_cast_to_write(bench):
+    with pytest.raises(ShapeError, match=r"tensor\.to\(torch\.float32\)"):
+        bench.context().store(torch.zeros(2, 2, 18, 16, dtype=torch.bfloat16), IDS, salt="s")
+
+
+@pytest.mark.parametrize("salt", ["", None, "a/b", "x" * 129])
+def test_an_edit_needs_a_usable_salt(bench, salt):
+    with pytest.raises(TokenError, match="salt"):
+        bench.context().store(torch.zeros(2, 2, 18, 16), IDS, salt=salt)
+    assert bench.backend.data_calls == 0
+
+
+def test_same_content_again_is_true_other_content_conflicts(any_bench):
+    ctx = any_bench.context()
+    rows = torch.randn(2, 2, 8, 16)
+    assert ctx.store(rows, IDS[:8], salt="s") and ctx.store(rows.clone(), IDS[:8], salt="s")
+    other = rows.clone()
+    other[1, 1, 7, 15] += 1
+    longer = torch.cat([other, torch.randn(2, 2, 4, 16)], dim=2)
+    with pytest.raises(EditConflict, match=r"chunk 1.*another salt, or overwrite=True"):
+        ctx.store(longer, IDS[:12], salt="s")
+    assert torch.equal(ctx.retrieve(IDS, "s"), rows)  # nothing was written, not even the third chunk
+    assert ctx.store(longer, IDS[:12], salt="s", overwrite=True)
+    assert torch.equal(ctx.retrieve(IDS, "s"), longer)
+
+
+def test_the_same_rows_at_other_positions_conflict(bench):
+    ctx = bench.context()
+    rows = torch.randn(2, 2, 8, 16)
+    ctx.store(rows, IDS[:8], salt="s")
+    with pytest.raises(EditConflict, match="other positions"):
+        ctx.store(rows, IDS[:8], salt="s", positions=range(1, 9))
+
+
+def test_nan_rows_are_the_same_rows(bench, caplog):
+    ctx = bench.context()
+    rows = torch.full((2, 2, 4, 16), float("nan"))
+    with caplog.at_level(logging.WARNING, "qcap.sdk"):
+        assert ctx.store(rows, IDS[:4], salt="s")
+    assert "NaN" in caplog.text
+    assert ctx.store(rows, IDS[:4], salt="s")
+
+
+def test_positions_and_edit_are_in_the_header(any_bench):
+    ctx = any_bench.context()
+    ctx.store(torch.randn(2, 2, 8, 16), IDS[:8], salt="s", positions=torch.arange(3, 11), edit={"name": "mine", "params": {"a": 1}})
+    record = any_bench.backend.load(key_of(ctx, 1, "s")).record
+    assert record.positions == (7, 8, 9, 10) and json.loads(record.edit)["params"] == {"a": 1} and record.salt == "s"
+    ctx.store(torch.randn(2, 2, 8, 16), IDS[:8], salt="u")
+    record = any_bench.backend.load(key_of(ctx, 1, "u")).record
+    assert record.positions == (4, 5, 6, 7) and record.edit  # never "", which means an engine computed it
+    with pytest.raises(TokenError, match="positions"):
+        ctx.store(torch.randn(2, 2, 8, 16), IDS[:8], salt="v", positions=[1, 2])
+
+
+@pytest.mark.parametrize("outcome", [StoreOutcome.REFUSED, StoreOutcome.FAILED])
+def test_what_the_store_does_not_take_raises(bench, outcome):
+    bench.backend.outcome = outcome
+    with pytest.raises(StoreError, match=outcome.value):
+        bench.context().store(torch.zeros(2, 2, 8, 16), IDS[:8], salt="s")
+
+
+def test_a_store_that_takes_too_long_raises(bench):
+    bench.backend.outcome = "never"
+    with pytest.raises(StoreError, match=r"not published after 0\.01 s \(0 of 2 objects are stored\)"):
+        bench.context(timeout_s=0.01).store(torch.zeros(2, 2, 8, 16), IDS[:8], salt="s")
+
+
+def test_someone_else_storing_the_same_at_once_is_fine(bench):
+    ctx = bench.context()
+    rows = torch.randn(2, 2, 4, 16)
+    real = bench.backend.contains
+    bench.backend.contains = lambda keys: [False] * len(keys)  # it appears between our look and our write
+    bench.put(KV, IDS[:4], salt="s")
+    with pytest.raises(EditConflict):
+        ctx.store(rows, IDS[:4], salt="s")
+    bench.backend.contains = real
+    mine = ctx.retrieve(IDS[:4], "s")
+    bench.backend.contains = lambda keys: [False] * len(keys)
+    assert ctx.store(mine, IDS[:4], salt="s")
+
+
+# -- life ---------------------------------------------------------------------------------------------------------------
+
+
+def test_close_twice_and_use_after(bench):  # Q21
+    with bench.context() as ctx:
+        pass
+    ctx.close()
+    assert bench.backend.closed == 1
+    for use in (lambda: ctx.retrieve(IDS), lambda: ctx.coverage(IDS), ctx.sequences, ctx.__enter__,
+                lambda: ctx.store(torch.zeros(2, 2, 4, 16), IDS[:4], salt="s")):  # fmt: skip
+        with pytest.raises(StoreUnavailable, match=r"closed.*connect"):
+            use()
+    assert "closed" in repr(ctx)
+
+
+def test_an_idle_context_just_works(any_bench, monkeypatch):  # Q22
+    rows = any_bench.put(KV, IDS)
+    ctx = any_bench.context()
+    late = time.time() + 3601, time.monotonic() + 3601
+    monkeypatch.setattr(time, "time", lambda: late[0])
+    monkeypatch.setattr(time, "monotonic", lambda: late[1])
+    assert torch.equal(ctx.retrieve(IDS), rows[:, :, :16])
+
+
+def test_the_loop_a_researcher_runs(any_bench):  # Q23
+    any_bench.put(KV, IDS)
+    ctx = any_bench.context()
+    kv = ctx.retrieve(IDS)
+    index = torch.tensor([0, 1, 4, 5, 8, 9, 12, 13])
+    edited, salt = keep(kv, index, geometry=ctx.geometry), salt_for("pairs", {"step": 4})
+    ids = [IDS[i] for i in index]
+    assert ctx.store(edited, ids, salt=salt)
+    assert torch.equal(ctx.retrieve(ids, salt), edited)
+    assert torch.equal(ctx.retrieve(IDS), kv)
