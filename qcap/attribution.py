@@ -208,8 +208,8 @@ class RowLedger:
             self.abandon()
         for uid in step.preempted:
             self._forget_kv(uid)
-        for kv in self._written(step):  # what another request's rows stood for is being overwritten
-            self._drop_kv(self._of_kv.get(kv))
+        for written in self._written(step):  # what another request's rows stood for is being overwritten
+            self._drop_kv(self._of_kv.get(written))
         pairs: dict[int, int] = {}
         touched = {r.uid for r in step.requests}
         computing = [r for r in step.requests if not r.skip and r.end > r.start]
@@ -333,9 +333,7 @@ class RowLedger:
 
     def _assign(self, request: RequestStep, blocks: _Blocks, pairs: dict[int, int], touched: set[int]) -> bool:
         wanted = [
-            index
-            for index in range(request.start // self._n, -(-request.end // self._n))
-            if index // self._per_chunk not in blocks.staged
+            index for index in range(request.start // self._n, -(-request.end // self._n)) if index // self._per_chunk not in blocks.staged
         ]
         new = [index for index in wanted if index not in blocks.ring]
         keep = set(pairs.values()) | {blocks.ring[index] for index in wanted if index in blocks.ring}

@@ -1,8 +1,8 @@
 """What is captured in a step, and how it leaves the device.
 
 :class:`Capture` fans a step out to its features: :class:`QueryFeature` keeps queries in a ring until a chunk is whole, :class:`KVFeature`
-reads keys and values from the engine's pages. It knows a :class:`~qcap.store.tiers.Backend` and nothing of transport or files, and nothing of
-vLLM. In the engine's process nothing here raises into a forward pass: :meth:`Capture.guard` records an error, says it once, and turns the
+reads keys and values from the engine's pages. It knows a :class:`~qcap.store.tiers.Backend` and nothing of transport or files, and
+nothing of vLLM. In the engine's process nothing here raises into a forward pass: :meth:`Capture.guard` records an error, says it once, and turns the
 feature off.
 """
 
@@ -38,7 +38,7 @@ often = RateLimitedLog(logger)
 
 @dataclass(frozen=True)
 class Staged:
-    """A whole chunk on its way: ``host`` ``[planes, L, CH, H]``, good once ``ready.synchronize()`` has returned. ``also``: what goes back with it."""
+    """A whole chunk on its way: ``host`` ``[planes, L, CH, H]``, good once ``ready.synchronize()`` has returned; ``also`` goes back with it."""
 
     host: torch.Tensor
     ready: Ready
@@ -50,7 +50,7 @@ class RowsMissing(Unsupported):
 
 
 class Feature(Protocol):
-    """One tensor kind's part in a step. A new kind is a new class with these methods and an entry in :data:`FEATURES`."""
+    """One tensor kind's part in a step. A new kind is a new class with these methods, given to :class:`Capture` beside the others."""
 
     kind: CacheKind
 
@@ -180,7 +180,7 @@ class Stager:
         extras: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
         check: Callable[[torch.Tensor], None] | None = None,
     ) -> Staged:
-        """Gather into a device buffer on the compute stream, copy to the host on the store stream. ``extras``: (device, host) pairs to copy too."""
+        """Gather on the compute stream, copy to the host on the store stream. ``extras``: further (device, host) pairs to copy."""
         host = self.buffers.take(shape, dtype)
         finish = None if check is None else (lambda: check(host))
         if self._stream is None:
@@ -245,9 +245,7 @@ class QueryFeature:
         self._step = torch.zeros((1, 1), dtype=torch.int64, device=device)
         self._ring_slots = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
         self._uploads = _PinnedUploads(device, (2, plan_blocks))
-        self.ledger = RowLedger(
-            self.ring, geometry.chunk_size, spill=self._spill if never_lose else None, on_skip=self._on_skip
-        )
+        self.ledger = RowLedger(self.ring, geometry.chunk_size, spill=self._spill if never_lose else None, on_skip=self._on_skip)
         self._skips: dict[int, dict[int, str]] = {}
         self._number = self._calls = self._rows = 0
         self.active = False
@@ -294,7 +292,9 @@ class QueryFeature:
         if self.active and self._calls % self._geometry.num_layers:
             self._counters["query.steps_incomplete"] += 1
             self.ledger.abandon()
-            often.error("only %d of %d layers brought queries in step %d: its rows are dropped", self._calls, self._geometry.num_layers, step_number)
+            often.error(
+                "only %d of %d layers brought queries in step %d: its rows are dropped", self._calls, self._geometry.num_layers, step_number
+            )
         else:
             if self.active and not self._calls:
                 self._counters["query.steps_replayed"] += 1
@@ -492,7 +492,9 @@ class Capture:
             names = [feature] if feature is not None else list(self.features)
             if what not in self._told:
                 self._told.add(what)
-                logger.exception("qcap: %s failed; %s is turned off, the engine goes on", what, ", ".join(f.kind.value for f in names) or "nothing")
+                logger.exception(
+                    "qcap: %s failed; %s is turned off, the engine goes on", what, ", ".join(f.kind.value for f in names) or "nothing"
+                )
             for broken in names:
                 self.turn_off(broken)
 
@@ -755,20 +757,19 @@ class Capture:
             return not self._tracks
 
     def close(self) -> None:
-        """Give everything back and wait for the store."""
-        with self._lock:
-            for uid, track in list(self._tracks.items()):
-                self.counters["requests_cut_off"] += 1
-                self.finish(FinishedRequest(uid, len(track.tokens), len(track.tokens), max(0, min(len(track.tokens) - 1, len(track.block_ids) * self.geometry.block_size))))
-            features, self.features = self.features, []
-            for feature in features:
-                feature.close()
-        self.backend.close()
-
-
-def query_dtype(model_dtype: torch.dtype) -> torch.dtype:
-    """The ring keeps queries in the model's dtype."""
-    return model_dtype
+        """Give everything back and wait for the store. Requests that are still being served are cut off, and counted."""
+        try:
+            with self._lock:
+                size = self.geometry.block_size
+                for uid, track in list(self._tracks.items()):
+                    self.counters["requests_cut_off"] += 1
+                    known = len(track.tokens)
+                    self.finish(FinishedRequest(uid, known, known, max(0, min(known - 1, len(track.block_ids) * size))))
+                for feature in list(self.features):
+                    with self.guard(f"closing {feature.kind.value}", feature):
+                        feature.close()
+        finally:
+            self.backend.close()
 
 
 def ring_bytes(geometry: Geometry, ring_blocks: int, dtype: torch.dtype) -> int:

@@ -57,15 +57,16 @@ _PACKAGES: tuple[tuple[str, str, str], ...] = (
     ("matplotlib", "qcap.plots", "pip install 'qcap[notebook]'"),
     ("obstore", "object stores", "pip install obstore"),
 )
-_BACKENDS: tuple[tuple[str, str], ...] = (
-    ("CPU", "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"),
-    ("FlashAttention", "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"),
-    ("FlashInfer", "vllm.v1.attention.backends.flashinfer.FlashInferBackend"),
-    ("Triton", "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend"),
-    ("FlexAttention", "vllm.v1.attention.backends.flex_attention.FlexAttentionBackend"),
-    ("ROCm", "vllm.v1.attention.backends.rocm_attn.RocmAttentionBackend"),
-    ("ROCm AITER", "vllm.v1.attention.backends.rocm_aiter_fa.AiterFlashAttentionBackend"),
+_BACKENDS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("CPU", "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend", ("cpu",)),
+    ("FlashAttention", "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend", ("cuda",)),
+    ("FlashInfer", "vllm.v1.attention.backends.flashinfer.FlashInferBackend", ("cuda",)),
+    ("Triton", "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend", ("cuda", "rocm")),
+    ("FlexAttention", "vllm.v1.attention.backends.flex_attention.FlexAttentionBackend", ("cuda",)),
+    ("ROCm", "vllm.v1.attention.backends.rocm_attn.RocmAttentionBackend", ("rocm",)),
+    ("ROCm AITER", "vllm.v1.attention.backends.rocm_aiter_fa.AiterFlashAttentionBackend", ("rocm",)),
 )
+"""Name, class, and the devices it is for."""
 _LAYOUT_SHAPES: tuple[tuple[int, ...], ...] = ((7, 3, 4, 10), (7, 2, 4, 3, 5), (2, 7, 4, 3, 5), (2, 7, 3, 4, 5))
 """Page shapes of 7 blocks, 4 tokens, 3 heads of 5, one for each order of the axes that vLLM uses."""
 
@@ -116,6 +117,15 @@ def _package(name: str, purpose: str, install: str) -> Finding:
     if found:
         return Finding(name=name, status=Status.GOOD, found=found)
     return Finding(name=name, status=Status.MISSING, found=f"not installed ({purpose})", next_step=install)
+
+
+def _device_kind() -> str:
+    """``cpu``, ``cuda`` or ``rocm``."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return "cpu"
+    return "rocm" if torch.version.hip else "cuda"
 
 
 def _devices() -> Iterator[Finding]:
@@ -194,7 +204,8 @@ def _backends() -> Iterator[Finding]:
     from qcap.vllm.hooks import refusal
 
     attention = type("Attention", (), {})  # what refusal() looks at: the layer's class name and its impl
-    for title, path in _BACKENDS:
+    here = _device_kind()
+    for title, path, devices in _BACKENDS:
         module_name, _, class_name = path.rpartition(".")
         name = f"backend {title}"
         try:
@@ -207,8 +218,11 @@ def _backends() -> Iterator[Finding]:
         layer.impl = object.__new__(impl)
         query = refusal(layer)
         kv = "" if hasattr(impl, "do_kv_cache_update") else "no cache write to prove its layout with"
-        if not query and not kv:
+        if not query and not kv and here in devices:
             yield Finding(name=name, status=Status.GOOD, found="queries and KV can be taken")
+        elif not query and not kv:
+            found = f"for {' and '.join(devices)}, not for this machine; there, queries and KV could be taken"
+            yield Finding(name=name, status=Status.INFO, found=found)
         else:
             missing = "; ".join(f"{what} cannot: {why}" for what, why in (("queries", query), ("KV", kv)) if why)
             yield Finding(name=name, status=Status.MISSING, found=missing, next_step="start the engine with another attention backend")

@@ -10,7 +10,7 @@ from typing import Any
 
 _STYLE = Path(__file__).with_name("report.css")
 
-_WORDS = {"full": "everything, written back unchanged", "snapkv": "SnapKV", "random": "random"}
+_WORDS = {"full": "everything, written back unchanged", "snapkv": "what the last tokens look at", "random": "tokens drawn at random"}
 
 
 def page(report: Mapping[str, Any], stages: Mapping[str, Mapping[str, Any]], pictures: Mapping[str, bytes]) -> str:
@@ -57,29 +57,34 @@ def _policies(report: Mapping[str, Any]) -> str:
         loaded = ", ".join(f"{a} of {b}" for a, b in zip(policy["loaded_tokens"], policy["stored_tokens"], strict=True))
         rows.append(
             [
-                f"<b>{escape(name)}</b><br>{escape(_WORDS.get(name, name))}", f"{policy['keep']:.0%}", loaded,
-                f"{policy['top1_agreement']:.1%}", f"{policy['logit_kl']:.3g}", escape(policy["text"]),
+                f"<b>{escape(name)}</b><br>{escape(_WORDS.get(name, name))}", f"{policy['kept']:.0%}", loaded,
+                f"{policy['top1_agreement']:.1%}", f"{policy['logit_kl']:.3g}", _said(policy["text"]),
             ]
         )  # fmt: skip
     positions = next(iter(report["policies"].values()))["positions"]
     table = _table(("cache", "=kept", "=loaded tokens, per prompt", "=top-1", "=KL, nats", "text for the first prompt"), rows)
+    vocabulary = report["reference"]["vocabulary"]
     note = (
         f"Top-1 and KL(full || cache): the captured continuation is forced, and at each of the {positions} positions the next-token "
-        f"distribution over all {report['reference']['vocabulary']} tokens is compared with that of the full cache as the engine computes it "
-        "itself, without loading anything. Loaded tokens are what vLLM reports; its own prefix cache was off. What follows the last whole "
-        "chunk of a prompt is sent again and computed. SnapKV lets the last 32 stored prompt tokens vote; where the question is among them, "
-        "the policy has seen it."
+        f"distribution over all {vocabulary} tokens is compared with that of the full cache as the engine computes it itself, without "
+        "loading anything. Loaded tokens are what vLLM reports; its own prefix cache was off. What follows the last whole chunk of a "
+        "prompt is sent again and computed. SnapKV lets the last 32 stored prompt tokens vote; where the question is among them, the "
+        "policy has seen it."
     )
     return f'<h2>Going on from three caches</h2>{table}<p class="note">{escape(note)}</p>'
+
+
+def _said(text: str) -> str:
+    return escape(text) or "<i>(ends at once)</i>"
 
 
 def _prompts(report: Mapping[str, Any], stages: Mapping[str, Mapping[str, Any]], pictures: Mapping[str, bytes]) -> str:
     parts = ["<h2>The prompts</h2>", _legend()]
     for number, (prompt, found) in enumerate(zip(report["prompts"], stages["analyse"]["prompts"], strict=True)):
-        texts = [["captured run", "", "", escape(prompt["text"])]]
+        texts = [["captured run", "", "", _said(prompt["text"])]]
         for name, policy in report["policies"].items():
             figures = policy["per_prompt"][number]
-            texts.append([escape(name), f"{figures['top1_agreement']:.1%}", f"{figures['logit_kl']:.3g}", escape(policy["texts"][number])])
+            texts.append([escape(name), f"{figures['top1_agreement']:.1%}", f"{figures['logit_kl']:.3g}", _said(policy["texts"][number])])
         parts.append(f"<h3>{escape(prompt['name'])}: {prompt['prompt_tokens']} prompt tokens, {prompt['new_tokens']} new</h3>")
         parts.append(_table(("cache", "=top-1", "=KL, nats", "text"), texts))
         for name, edit in found["edits"].items():

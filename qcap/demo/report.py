@@ -42,7 +42,10 @@ def build(settings: DemoSettings, stages: Mapping[str, Mapping[str, Any]], secon
     return {
         "coverage": dict(analyse["coverage"]),
         "skipped": dict(analyse["skipped"]),
-        "policies": {name: {"keep": 1.0 if name == "full" else settings.keep, **resume["policies"][name]} for name in POLICIES},
+        "policies": {
+            name: {"keep": 1.0 if name == "full" else settings.keep, "kept": _kept(name, resume["policies"]), **resume["policies"][name]}
+            for name in POLICIES
+        },
         "reference": resume["reference"],
         "prompts": prompts,
         "geometry": analyse["geometry"],
@@ -53,6 +56,11 @@ def build(settings: DemoSettings, stages: Mapping[str, Mapping[str, Any]], secon
         "versions": versions(),
         "finished": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _kept(name: str, policies: Mapping[str, Mapping[str, Any]]) -> float:
+    """Share of the full cache that was really kept: whole chunks, so a little less than what was asked for."""
+    return float(sum(policies[name]["stored_tokens"]) / sum(policies["full"]["stored_tokens"]))
 
 
 def versions() -> dict[str, str]:
@@ -98,7 +106,8 @@ def summary_table(report: Mapping[str, Any]) -> Table:
         table.add_column(name, justify="left" if is_text else "right", style="bold" if name == "cache" else None)
     for name, policy in report["policies"].items():
         loaded = ", ".join(map(str, policy["loaded_tokens"]))
-        cells = (name, f"{policy['keep']:.0%}", loaded, f"{policy['top1_agreement']:.1%}", f"{policy['logit_kl']:.3g}", policy["text"])
+        figures = (f"{policy['top1_agreement']:.1%}", f"{policy['logit_kl']:.3g}")
+        cells = (name, f"{policy['kept']:.0%}", loaded, *figures, policy["text"] or "(ends at once)")
         table.add_row(*(Text(cell) for cell in cells))  # Text: what a model says must not be read as markup
     return table
 

@@ -18,7 +18,14 @@ __all__ = ["CaptureReceipt", "prompt", "receipt", "recompute_prefix", "transfer_
 
 
 def transfer_config(
-    store_url: str, *, query: bool = False, chunk_size: int = 256, on_pressure: str = "wait", kv: bool = True, load: str = "salted", **more: Any
+    store_url: str,
+    *,
+    query: bool = False,
+    chunk_size: int = 256,
+    on_pressure: str = "wait",
+    kv: bool = True,
+    load: str = "salted",
+    **more: Any,
 ) -> Any:
     """The ``kv_transfer_config`` that makes a stock vLLM capture into ``store_url``.
 
@@ -108,7 +115,9 @@ def receipt(outputs: Sequence[Any], *, timeout_s: float = 60.0) -> CaptureReceip
     for output in outputs:
         note = (output.kv_transfer_params or {}).get("qcap")
         if not note:
-            raise CaptureEmpty("these outputs carry no qcap receipt: start the engine with kv_transfer_config=qcap.vllm.transfer_config(...)")
+            raise CaptureEmpty(
+                "these outputs carry no qcap receipt: start the engine with kv_transfer_config=qcap.vllm.transfer_config(...)"
+            )
         ident = (note["engine_id"], note["request_id"])
         wanted.setdefault(note["store"], set()).add(ident)
         order.append(ident)
@@ -125,7 +134,9 @@ def receipt(outputs: Sequence[Any], *, timeout_s: float = 60.0) -> CaptureReceip
                 if not missing:
                     break
                 if time.monotonic() > deadline:
-                    raise StoreUnavailable(f"{len(missing)} of {len(idents)} receipts are not in {url} after {timeout_s:.0f} s: look into the engine's log")
+                    raise StoreUnavailable(
+                        f"{len(missing)} of {len(idents)} receipts are not in {url} after {timeout_s:.0f} s: look into the engine's log"
+                    )
                 time.sleep(0.05)
         finally:
             backend.close()

@@ -29,13 +29,13 @@ if not logging.getLogger("qcap").handlers:
 
 
 @dataclass
-class QcapMetadata(KVConnectorMetadata):  # type: ignore[misc]
+class QcapMetadata(KVConnectorMetadata):
     """One step's :class:`~qcap.attribution.Step`, on its way to the workers."""
 
     step: Step
 
 
-class QcapConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class QcapConnector(KVConnectorBase_V1, SupportsHMA):
     """Captures Q and KV of a stock vLLM, and loads stored KV for requests that ask for it by their cache salt.
 
     Settings are the ``qcap.*`` keys of ``kv_connector_extra_config``; see :class:`~qcap.config.CaptureConfig`.

@@ -1,8 +1,8 @@
 """The one file that touches vLLM's insides: it replaces ``layer.impl.forward`` on attention layers, on enter, and puts it back on exit.
 
-The attribute is looked up inside an opaque custom op at call time, so the replacement is seen in eager mode, under ``torch.compile``, and while
-a CUDA graph is recorded (a replay runs what was recorded, without Python). Each target is checked: it must exist and have the expected
-parameters. What was changed is in :attr:`QueryHooks.hooked`, what was not, with the reason, in :attr:`QueryHooks.refused`.
+The attribute is looked up inside an opaque custom op at call time, so the replacement is seen in eager mode, under ``torch.compile``, and
+while a CUDA graph is recorded (a replay runs what was recorded, without Python). Each target is checked: it must exist and have the
+expected parameters. What was changed is in :attr:`QueryHooks.hooked`, what was not, with the reason, in :attr:`QueryHooks.refused`.
 """
 
 from __future__ import annotations
@@ -41,6 +41,25 @@ def refusal(layer: Any) -> str:
     return ""
 
 
+_ropes_of_earlier_engines: set[int] = set()
+
+
+def engine_ropes() -> list[Any]:
+    """The rotary embedding modules that this engine's model was built with; empty if vLLM moved them.
+
+    vLLM keeps one module of each kind for the whole process, so those that an earlier engine left are not counted, unless this engine
+    brought no new one and so must share an earlier one's.
+    """
+    try:
+        from vllm.model_executor.layers import rotary_embedding
+    except ImportError:
+        return []
+    modules = list(getattr(rotary_embedding, "_ROPE_DICT", {}).values())
+    new = [m for m in modules if id(m) not in _ropes_of_earlier_engines]
+    _ropes_of_earlier_engines.update(map(id, new))
+    return new or modules
+
+
 def slot_mapping_of(layer_name: str, attn_metadata: Any) -> torch.Tensor | None:
     """The KV slot of each row in the running forward pass, or None where there is none (profiling, a micro-batched pass)."""
     from vllm.forward_context import get_forward_context, is_forward_context_available
@@ -64,6 +83,7 @@ class QueryHooks:
     def __init__(self, layers: Mapping[str, Any], on_query: OnQuery) -> None:
         self._layers, self._on_query = dict(layers), on_query
         self.hooked: list[str] = []
+        self._before: dict[str, Any] = {}  # an override that was there before ours (another tool's hook)
         self.refused = {name: reason for name, layer in self._layers.items() if (reason := refusal(layer))}
 
     def install(self) -> None:
@@ -71,6 +91,8 @@ class QueryHooks:
         for index, (name, layer) in enumerate(self._layers.items()):
             if name in self.refused:
                 continue
+            if "forward" in vars(layer.impl):
+                self._before[name] = layer.impl.forward
             layer.impl.forward = self._wrap(index, name, layer.impl.forward)
             self.hooked.append(name)
 
@@ -89,6 +111,11 @@ class QueryHooks:
         """Put every layer's own forward back."""
         for name in self.hooked:
             impl = self._layers[name].impl
-            if hasattr(impl.__dict__.get("forward"), "qcap_original"):
+            if not hasattr(vars(impl).get("forward"), "qcap_original"):
+                continue  # someone has hooked over us since: taking ours out would take theirs out
+            if name in self._before:
+                impl.forward = self._before[name]
+            else:
                 del impl.forward  # the class's own method is seen again
         self.hooked.clear()
+        self._before.clear()

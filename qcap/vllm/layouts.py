@@ -56,7 +56,7 @@ def pick_group(kv_cache_config: Any, num_hidden_layers: int | None) -> CacheGrou
     groups = list(getattr(kv_cache_config, "kv_cache_groups", None) or ())
     for index, group in enumerate(groups):
         spec = group.kv_cache_spec
-        per_layer = getattr(spec, "kv_cache_specs", None) or {name: spec for name in group.layer_names}
+        per_layer = getattr(spec, "kv_cache_specs", None) or dict.fromkeys(group.layer_names, spec)
         good = {}
         for name in group.layer_names:
             reason = _why_not(per_layer.get(name, spec))
@@ -86,7 +86,14 @@ def _why_not(spec: Any) -> str:
         return f"{type(spec).__name__} is not attention"
     if "MLAAttentionSpec" in names:
         return "multi-head latent attention"
-    for other in ("SlidingWindowSpec", "ChunkedLocalAttentionSpec", "CrossAttentionSpec", "EncoderOnlyAttentionSpec", "SinkFullAttentionSpec", "RSWASpec"):
+    for other in (
+        "SlidingWindowSpec",
+        "ChunkedLocalAttentionSpec",
+        "CrossAttentionSpec",
+        "EncoderOnlyAttentionSpec",
+        "SinkFullAttentionSpec",
+        "RSWASpec",
+    ):
         if other in names:
             return other
     if "FullAttentionSpec" not in names:

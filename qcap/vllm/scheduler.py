@@ -73,7 +73,8 @@ class SchedulerSide:
     ) -> None:
         self._config, self._parts = config, parts
         self._group, self._block_size = group, block_size
-        self._open_backend, self._backend = backend, None
+        self._open_backend = backend
+        self._backend: Backend | None = None
         self._speculative, self._finish_now, self._note = speculative, finish_now, note
         self._database = ChunkedTokenDatabase(config.chunk_size)
         self._followed: dict[str, _Followed] = {}
@@ -161,7 +162,11 @@ class SchedulerSide:
         tokens = [*self._last_tokens, *(update for f in self._followed.values() if (update := self._known(f)) is not None)]
         finished, self._finished, self._last_tokens = self._finished, [], []
         preempted = [f.uid for i in (output.preempted_req_ids or ()) if (f := self._followed.get(i)) is not None]
-        resampled = [uid for uid in preempted if any(f.uid == uid and getattr(f.request, "drop_stale_output", False) for f in self._followed.values())]
+        resampled = [
+            uid
+            for uid in preempted
+            if any(f.uid == uid and getattr(f.request, "drop_stale_output", False) for f in self._followed.values())
+        ]
         scheduled = {r.uid for r in requests}
         for uid in preempted:
             if uid not in scheduled:
@@ -231,7 +236,9 @@ class SchedulerSide:
         update = self._known(followed)
         total = len(request.all_token_ids)
         fed = total if getattr(request, "pooling_params", None) is not None else total - 1  # a sampled last token is never fed
-        done = FinishedRequest(followed.uid, total, request.num_prompt_tokens, max(0, min(fed, max(request.num_computed_tokens, followed.computed))))
+        done = FinishedRequest(
+            followed.uid, total, request.num_prompt_tokens, max(0, min(fed, max(request.num_computed_tokens, followed.computed)))
+        )
         if not self._finish_now(update, done):
             if update is not None:
                 self._last_tokens.append(update)

@@ -6,7 +6,7 @@ import logging
 import platform
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from qcap.rope import rope_from_hf_config
 from qcap.store.metrics import RateLimitedLog
 from qcap.store.tiers import LoadedChunk
 from qcap.tokens import chunk_key
-from qcap.vllm.hooks import QueryHooks, attention_layers, slot_mapping_of
+from qcap.vllm.hooks import QueryHooks, attention_layers, engine_ropes, slot_mapping_of
 from qcap.vllm.layouts import CacheGroup, certify
 
 logger = logging.getLogger("qcap.vllm")
@@ -67,6 +67,7 @@ class WorkerSide:
         Raises:
             GeometryMismatch: the store holds another model's geometry under this name (only with ``on_pressure="wait"``).
         """
+        self.close()  # registered before, with other pages: nothing of that may stay
         layers = attention_layers(self._vllm_config)
         names = [name for name in self._group.specs if name in layers]
         if not kv_caches or not names:
@@ -120,7 +121,7 @@ class WorkerSide:
         spec = next(iter(self._group.specs.values()))
         impl = layers[names[0]].impl
         try:
-            rope = rope_from_hf_config(getattr(model, "hf_text_config", model.hf_config))
+            rope = certified_rope(getattr(model, "hf_text_config", model.hf_config), engine_ropes())
         except QcapError as error:
             logger.warning("qcap cannot re-rotate this model's keys, so dropped tokens cannot be renumbered: %s", error)
             rope = Rope(kind=f"unsupported: {error}")
@@ -313,6 +314,43 @@ class WorkerSide:
             except Exception:
                 logger.exception("qcap: closing the capture failed")
             logger.info("qcap: %s", dict(sorted(self.counters.items())))
+        self.hooks = self._query = self._pages = None
+
+
+def certified_rope(config: Any, modules: Sequence[Any]) -> Rope:
+    """The model's rope as its config has it, if the engine's own cos/sin table agrees.
+
+    Args:
+        config: the HF (text) config.
+        modules: the engine's rotary embedding modules.
+
+    Raises:
+        Unsupported: the config's rope cannot be re-rotated, layers rotate in more than one way, or the engine's table says otherwise.
+    """
+    styles = {bool(m.is_neox_style) for m in modules if hasattr(m, "is_neox_style")}
+    tables = [m.cos_sin_cache for m in modules if isinstance(getattr(m, "cos_sin_cache", None), torch.Tensor)]
+    if len(styles) > 1 or len(tables) > 1:
+        raise Unsupported(f"the engine rotates in {len(tables)} ways, one for some layers and another for others")
+    rope = rope_from_hf_config(config, interleaved=None if not styles else not styles.pop())
+    inv_freq = rope.inv_freq().double()
+    if not tables:
+        if rope.kind != "none":
+            raise Unsupported(f"the config says rope {rope.kind!r}, but the engine shows no table to check it against")
+        return rope
+    table = tables[0]
+    if table.dim() != 2 or table.shape[1] != 2 * len(inv_freq):
+        raise Unsupported(f"the config rotates {2 * len(inv_freq)} dims, the engine's table is {tuple(table.shape)}")
+    at = torch.tensor(sorted({1, 2, 17, 100, table.shape[0] // 3, table.shape[0] - 1}))
+    cos, sin = table[at.to(table.device)].double().cpu().chunk(2, dim=1)
+    size = (cos**2 + sin**2).sqrt()  # yarn scales both by one factor
+    angles = at[:, None].double() * inv_freq
+    error = max(float((cos / size - angles.cos()).abs().max()), float((sin / size - angles.sin()).abs().max()))
+    limit = (
+        2e-2 if table.dtype in (torch.bfloat16, torch.float16) else 2e-6 * float(at.max())
+    )  # float32 angles carry a rounding of 6e-8 each
+    if error > max(limit, 1e-5):
+        raise Unsupported(f"the config's rope {rope.kind!r} and the engine's table differ by {error:.1g}")
+    return rope
 
 
 def _rank(parallel: Any) -> int:

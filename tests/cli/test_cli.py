@@ -195,8 +195,8 @@ def test_doctor_looks_at_the_attention_backends(tmp_path):
     done = subprocess.run([sys.executable, "-m", "qcap.cli", "doctor", "--json"], capture_output=True, text=True, timeout=300, check=False)
     findings = {f["name"]: f for f in json.loads(done.stdout[done.stdout.index("{") :])["findings"]}
     assert findings["vLLM"]["status"] == "ok"
-    assert findings["backend CPU"]["status"] in ("ok", "-")
-    assert any(f["status"] == "ok" for name, f in findings.items() if name.startswith("backend "))
+    good = [name for name, f in findings.items() if name.startswith("backend ") and f["status"] == "ok"]
+    assert good and (good == ["backend CPU"] or "backend CPU" not in good), "only what runs on this machine's device is good here"
 
 
 # -- errors, version

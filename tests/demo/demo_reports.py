@@ -8,7 +8,8 @@ def good_report() -> dict:
     policies = {}
     for name, stored, top1, kl in (("full", 64, 1.0, 0.0), ("snapkv", 32, 0.9, 0.25), ("random", 32, 0.5, 1.5)):
         policies[name] = {
-            "keep": 1.0 if name == "full" else 0.5, "loaded_tokens": [stored], "stored_tokens": [stored], "top1_agreement": top1,
+            "keep": 1.0 if name == "full" else 0.5, "kept": stored / 64, "loaded_tokens": [stored], "stored_tokens": [stored],
+            "top1_agreement": top1,
             "logit_kl": kl,
             "positions": 40, "text": f"text of {name} [bold]", "texts": [f"text of {name} <b>"],
             "per_prompt": [{"top1_agreement": top1, "logit_kl": kl}],

@@ -64,7 +64,8 @@ def test_all_three_caches_were_gone_on_from(report):
     for name, policy in report["policies"].items():
         stored = rows if name == "full" else [r // 2 // 32 * 32 for r in rows]
         assert policy["stored_tokens"] == stored and policy["loaded_tokens"] == stored
-        assert policy["text"] == policy["texts"][0] and all(policy["texts"])
+        assert policy["kept"] == sum(stored) / sum(rows)
+        assert policy["text"] and policy["text"] == policy["texts"][0] and len(policy["texts"]) == 3
         assert policy["positions"] == 120 and 0 <= policy["top1_agreement"] <= 1 and policy["logit_kl"] >= 0
     assert report["reference"]["loaded_tokens"] == [0, 0, 0]
     assert report["reference"]["top1_is_captured_token"] == [1.0, 1.0, 1.0], "teacher forcing follows the captured run"

@@ -65,7 +65,9 @@ def test_rows_under_graphs(model: str, tmp_path: Path) -> None:
     sequences = [r["ids"] + o["tokens"] for r, o in zip(requests, served["outputs"], strict=True)]
     whole_prompt = [{"ids": ids, "n": 1} for ids in sequences]
     decoded = [{**r, "salt": "decoded"} for r in requests]
-    second = run_in_process(jobs.serve, {**job, "store": eager, "engine": engine(True), "batches": [whole_prompt, decoded]}, timeout_s=400, env=env)
+    second = run_in_process(
+        jobs.serve, {**job, "store": eager, "engine": engine(True), "batches": [whole_prompt, decoded]}, timeout_s=400, env=env
+    )
     assert second["state"]["counters"].get("query.steps_replayed", 0) == 0
 
     table: dict[str, list[torch.Tensor]] = {"graphs": [], "eager": []}

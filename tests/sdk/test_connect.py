@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import io
 import subprocess
 import sys
 
@@ -134,7 +135,7 @@ def test_sequences_show_themselves(fake, fake_url, geometry):
     assert sequences.text(0) == "[bold]18 ids"
     from rich.console import Console
 
-    console = Console(width=200, record=True, file=open("/dev/null", "w"))
+    console = Console(width=200, record=True, file=io.StringIO())
     console.print(sequences)
     for text in (repr(sequences), console.export_text()):
         assert "4/4 (100%)" in text and "2/4 (50%): ring_full 2" in text and "[bold]18 ids" in text

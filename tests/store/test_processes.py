@@ -47,36 +47,59 @@ def finish(process: subprocess.Popen[str]) -> str:
 
 
 WRITER = """
-backend = open_backend(url)
+from qcap.store.urls import open_tier
+backend, tier = open_backend(url), open_tier(url)
+chunks = [chunk(seed) for seed in range(60)]
 sys.stdin.readline()
-futures = [backend.store(*chunk(seed)) for seed in range(60)]
-print(sum(f.result().value == "stored" for f in futures), sum(f.result().value == "exists" for f in futures))
+futures = [backend.store(*c) for c in chunks]
+print(*(sum(f.result().value == outcome for f in futures) for outcome in ("stored", "exists")), flush=True)
+sys.stdin.readline()
+for i in range(400):  # publish a few keys over and over, by either way, under the reader's eyes
+    record, tensor = chunks[i % 3]
+    if i % 2:
+        tier.delete(record.key)
+    backend.store(record, tensor, overwrite=not i % 2).result()
 backend.close()
 """
 
 
-def test_two_writers_and_a_reader(tmp_path) -> None:
-    """The same 60 keys from two processes at once, while a third (this one) reads: each is written once, and never seen half."""
-    writers = [start(WRITER, str(tmp_path)) for _ in range(2)]
-    chunks = [chunk(seed) for seed in range(60)]
-    backend = open_backend(str(tmp_path))
+def go(writers: list[subprocess.Popen[str]]) -> None:
     for writer in writers:
         writer.stdin.write("go\n")
         writer.stdin.flush()
+
+
+def test_two_writers_and_a_reader(tmp_path) -> None:
+    """The same keys from two processes at once, while a third (this one) reads: each is written once, and never seen half."""
+    writers = [start(WRITER, str(tmp_path)) for _ in range(2)]
+    chunks = [chunk(seed) for seed in range(60)]
+    backend = open_backend(str(tmp_path))
+
+    def read(seeds: range) -> set[int]:
+        seen = set()
+        for seed in seeds:
+            loaded = backend.load(chunks[seed][0].key)  # ObjectCorrupt here would be a half object
+            if loaded is not None:
+                assert equal_bits(loaded.tensor, chunks[seed][1])
+                seen.add(seed)
+        return seen
+
+    go(writers)
     seen: set[int] = set()
     deadline = time.monotonic() + 90
-    reads = 0
     while len(seen) < 60 and time.monotonic() < deadline:
-        for seed, (record, tensor) in enumerate(chunks):
-            loaded = backend.load(record.key)  # ObjectCorrupt here would be a half object
-            reads += 1
-            if loaded is not None:
-                assert equal_bits(loaded.tensor, tensor)
-                seen.add(seed)
-    counts = [tuple(map(int, finish(w).split())) for w in writers]
-    assert len(seen) == 60 and reads > 60
-    assert sum(stored for stored, _ in counts) == 60 and sum(exists for _, exists in counts) == 60
-    assert list(open_tier(str(tmp_path)).list_staging()) == []
+        seen |= read(range(60))
+    counts = [tuple(map(int, writer.stdout.readline().split())) for writer in writers]
+    assert len(seen) == 60
+    assert [sum(column) for column in zip(*counts, strict=True)] == [60, 60]
+    go(writers)
+    reads = 0
+    while any(writer.poll() is None for writer in writers):
+        reads += len(read(range(3)))
+    assert reads > 100
+    for writer in writers:
+        finish(writer)
+    assert list(open_tier(str(tmp_path)).list_staging()) == [] and verify_store(str(tmp_path)).ok
 
 
 KILLED = """

@@ -143,7 +143,7 @@ class RecordingBackend:
                         self.published.append((record, source.clone()))
                         self.objects[record.key] = self.published[-1]
                         outcome = StoreOutcome.STORED
-                except Exception:  # noqa: BLE001 - a store's future never raises
+                except Exception:  # a store's future never raises
                     pass
             with self._lock:
                 self._waiting_bytes -= source.nbytes if source is not None else 0
@@ -369,7 +369,8 @@ class Sim:
         self.rng = random.Random(options.seed)
         self.ch = options.chunk
         self.geometry = Geometry(
-            model=MODEL, layer_names=NAMES, num_q_heads=HEADS, num_kv_heads=HEADS, head_size=D, dtype="float32", block_size=N, chunk_size=self.ch,
+            model=MODEL, layer_names=NAMES, num_q_heads=HEADS, num_kv_heads=HEADS, head_size=D, dtype="float32", block_size=N,
+            chunk_size=self.ch,
             rope=Rope(rotary_dim=D), scale=0.5, total_num_kv_heads=HEADS,
         )  # fmt: skip
         self.counters: Counter[str] = Counter()
@@ -612,7 +613,9 @@ class Sim:
             is_chunk = request.num_computed_tokens < len(request.all_token_ids) + request.placeholders
             if o.asynchronous and not is_chunk:
                 request.placeholders += 1
-        return SimpleNamespace(step=step, by_id=by_id, amount=amount, start=start, drafts=drafts, samples={}, invalid=set(), number=self.steps)
+        return SimpleNamespace(
+            step=step, by_id=by_id, amount=amount, start=start, drafts=drafts, samples={}, invalid=set(), number=self.steps
+        )
 
     # ---- the device -----------------------------------------------------------------------------------------------------------
 
@@ -951,7 +954,9 @@ class Sim:
             receipts[request.request_id].remove(receipt)
             whole = receipt.computed_tokens // self.ch
             if not request.aborted and (self.o.strict or not request.ended_preempted):
-                assert receipt.computed_tokens == len(request.all_token_ids) - 1, f"{request.request_id}: computed {receipt.computed_tokens}"
+                assert receipt.computed_tokens == len(request.all_token_ids) - 1, (
+                    f"{request.request_id}: computed {receipt.computed_tokens}"
+                )
             for kind in CacheKind:
                 stored, skipped = receipt.stored[kind.value], receipt.skipped.get(kind.value, {})
                 assert len(stored) + sum(skipped.values()) == whole, f"{request.request_id}: {kind.value} does not add up: {receipt}"
@@ -989,7 +994,9 @@ class Sim:
             if "token-ids-changed" in skipped:
                 assert self.events["resets"], what
                 return
-            given_up = request.lost_end or self.events["redone"]  # its plan stays in force: a dummy run may write over a row, and is found out
+            given_up = (
+                request.lost_end or self.events["redone"]
+            )  # its plan stays in force: a dummy run may write over a row, and is found out
             assert "rows-missing" in skipped and (self.o.dropped_rows or given_up), what
             return
         never = any(p not in request.captured for p in span)

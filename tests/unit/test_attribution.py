@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import random
 from collections import Counter
 from dataclasses import replace
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from engine_sim import PoisonedBuffers
-
 
 from qcap.attribution import PLAN_PADDING, LoadRequest, RequestStep, RowLedger, Step, ring_blocks_for, step_block_limit
 from qcap.capture import QueryFeature, RequestTrack, RowsMissing, Stager
@@ -373,6 +371,15 @@ def test_a_step_that_never_ends_does_not_count():  # C35 W5: a new step with the
     assert rig.ring.num_free_blocks() == 16
 
 
+def test_two_rows_of_a_block_that_were_given_up():  # C35 A28: the chunk is past, but not whole
+    rig = Rig()
+    rig.run(request(1, 0, 6, [1, 2]))
+    rig.run(request(1, 6, 8, [1, 2], admitted=False), end=False)
+    rig.run(request(1, 8, 16, [3, 4], first=2))
+    rig.exact(1, 16, [1])
+    assert rig.ledger.missing_rows(1, 0) == 2
+
+
 def test_the_save_hook_of_another_step_changes_nothing():  # C35 W5
     rig = Rig()
     step = rig.step(request(1, 0, 8, [1, 2]))
@@ -544,7 +551,7 @@ def test_a_consumer_that_stops_in_the_middle_strands_no_block():  # C31
 
 def test_a_chunk_size_that_is_no_multiple_of_the_block():  # A12
     ring = QRingBuffer(1, 4, 16, 8, torch.float32, "cpu")
-    with pytest.raises(ConfigError, match="20.*16"):
+    with pytest.raises(ConfigError, match=r"20.*16"):
         RowLedger(ring, 20, spill=None, on_skip=lambda *a: None)
 
 
@@ -574,5 +581,3 @@ def test_no_step_exceeds_the_block_limit(seed):
             used += -(-(start + count) // n) - start // n
             left += count
     assert used <= step_block_limit(tokens, requests, n)
-
-

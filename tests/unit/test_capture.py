@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_sim import D, HEADS, MODEL, NAMES, L, N, Options, Sim, simulate
+from engine_sim import HEADS, MODEL, NAMES, D, L, N, Options, Sim, simulate
 
 import qcap.sdk
 from qcap import kernels
@@ -213,8 +213,11 @@ def test_decode_fills_a_chunk_row_by_row(bench):  # A29
     blocks = [5, 3, 9]
     b.run(request(1, 0, 3, blocks[:1]), tokens=[(1, 0, IDS[:4])])
     for p in range(3, 9):
-        b.run(request(1, p, p + 1, blocks[: p // N + 1] if p < 8 else blocks[2:], first=0 if p < 8 else 2, admitted=False), tokens=[(1, p + 1, IDS[p + 1 : p + 2])])
-    (record, tensor), = b.objects(CacheKind.QUERY)
+        b.run(
+            request(1, p, p + 1, blocks[: p // N + 1] if p < 8 else blocks[2:], first=0 if p < 8 else 2, admitted=False),
+            tokens=[(1, p + 1, IDS[p + 1 : p + 2])],
+        )
+    ((record, tensor),) = b.objects(CacheKind.QUERY)
     assert record.token_ids == IDS[:8] and torch.equal(tensor, b.wanted(1, 0, CacheKind.QUERY))
 
 
@@ -437,7 +440,9 @@ def test_a_failed_load_is_reported_and_nothing_of_it_is_stored(bench):  # R37
     assert b.free()
 
 
-def test_who_reads_tainted_blocks_is_not_stored(bench):  # R37: vLLM keeps the blocks of a failed load in its prefix cache until they are recomputed
+def test_who_reads_tainted_blocks_is_not_stored(
+    bench,
+):  # R37: vLLM keeps the blocks of a failed load in its prefix cache until they are recomputed
     b = bench()
     failed_load(b)
     b.run(request(3, 8, 16, [6, 4, 9, 2], admitted=True), tokens=[(3, 0, IDS[:16])])
@@ -460,7 +465,6 @@ def test_recomputed_blocks_are_good_again(bench):
     assert not b.capture._tainted - {7}
 
 
-@pytest.mark.xfail(strict=True, reason="B16: a good load does not clear the taint of the blocks it fills")
 def test_good_load_clears_taint(bench):
     b = bench()
     failed_load(b)
@@ -587,6 +591,7 @@ def test_host_buffers_are_used_again_up_to_their_bound():
 TIGHT = {"num_blocks": 13, "max_prompt": 24}
 MEDIUM = {"num_blocks": 14, "max_prompt": 24}
 LOADING = {**MEDIUM, "requests": 14, "families": 1, "salts": ("blue",), "load": "salted"}
+SPILLING = {"max_running": 6, "budget": 8, "chunk": 16, "ring_blocks": 9, "max_prompt": 40, "max_outputs": 20}
 SCENARIOS = {
     "plain": {},
     "preemption": TIGHT,
@@ -612,11 +617,8 @@ SCENARIOS = {
     "ring full": {**MEDIUM, "on_pressure": "skip", "ring_blocks": 7},
     "store refuses and fails": {"on_pressure": "skip", "refuse": 0.3, "fail": 0.1},
     "room for one chunk": {"room": 600},
-    "spilling": {"max_running": 6, "requests": 14, "num_blocks": 40, "budget": 8, "chunk": 16, "ring_blocks": 9, "max_prompt": 40, "max_outputs": 20},
-    "spilling, asynchronous": {
-        "max_running": 6, "requests": 10, "num_blocks": 30, "budget": 8, "chunk": 16, "ring_blocks": 9, "max_prompt": 40, "max_outputs": 20,
-        "asynchronous": True, "aborts": 0.05,
-    },
+    "spilling": {**SPILLING, "requests": 14, "num_blocks": 40},
+    "spilling, asynchronous": {**SPILLING, "requests": 10, "num_blocks": 30, "asynchronous": True, "aborts": 0.05},
     "chunk of one block": {**TIGHT, "chunk": 4},
     "chunk of four blocks": {"chunk": 16, "num_blocks": 16, "max_prompt": 40, "max_outputs": 20, "max_running": 6, "budget": 8},
     "requests that may not be stored": {**MEDIUM, "odd": 0.3, "requests": 12, "families": 1},
@@ -653,7 +655,6 @@ def test_simulated_engine(name):  # R37 A5 A8 A26 A27 A29 A30 C28 C31 C35 W1-W5 
         assert events[event] > 0, f"{event} never happened: {dict(events)}"
 
 
-@pytest.mark.xfail(strict=True, reason="B15: a request that ends while preempted is told as if nothing of it had been computed")
 def test_a_request_finished_while_preempted_tells_what_it_computed():
     for seed in range(12):
         simulate(Options(seed=seed, asynchronous=True, strict=True, **TIGHT))

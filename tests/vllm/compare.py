@@ -36,6 +36,8 @@ def assert_equals_transformers(store: str, model: str | Path, ids: list[int], ch
     worst = 0.0
     for name, got in (("q", queries[0]), ("k", keys_values[0]), ("v", keys_values[1])):
         errors = row_errors(got, wanted[name])
-        assert errors.max() < NOISE, f"{name}: layer, token {torch.nonzero(errors >= NOISE)[:5].tolist()} differ by up to {errors.max():.2g}"
+        assert errors.max() < NOISE, (
+            f"{name}: layer, token {torch.nonzero(errors >= NOISE)[:5].tolist()} differ by up to {errors.max():.2g}"
+        )
         worst = max(worst, float(errors.max()))
     return worst

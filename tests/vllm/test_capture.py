@@ -51,7 +51,7 @@ def test_equals_transformers(model: str, eager: bool, tmp_path: Path) -> None:
 
 
 def test_thirty_two_at_once(tmp_path: Path) -> None:
-    """Acceptance 2: 32 requests of 17 to 700 tokens in shuffled arrival, budget 256: every whole chunk, equal to each served alone. # A5 A28 A29"""
+    """Acceptance 2: 32 requests of 17 to 700 tokens in shuffled arrival, budget 256: all chunks, as each served alone. # A5 A28 A29"""
     path = str(tiny_model_path("llama"))
     rng = random.Random(5)
     lengths = [17, 700, *(rng.randrange(17, 701) for _ in range(30))]

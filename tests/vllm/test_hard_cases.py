@@ -52,7 +52,7 @@ def assert_every_object_is_right(store: str, model: str) -> dict[CacheKind, int]
 
 
 def test_preemption_and_shared_prefixes(tmp_path: Path) -> None:
-    """Acceptance 6: little KV space, prefix caching, shared prefixes, max_tokens=1, aborts: no wrong row, no leak, true receipts. # A26 A30 R37"""
+    """Acceptance 6: little KV space, prefix caching, shared prefixes, max_tokens=1, aborts: nothing wrong, no leak. # A26 A30 R37"""
     model, store = str(tiny_model_path("llama")), f"file://{tmp_path}"
     shared = jobs.make_prompts([150, 150, 180, 90, 150, 97, 210, 64], 1000, seed=21, shared=80)
     own = jobs.make_prompts([33, 200, 120, 31], 1000, seed=22)
@@ -64,14 +64,22 @@ def test_preemption_and_shared_prefixes(tmp_path: Path) -> None:
     requests.append({"ids": shared[2], "n": 40, "salt": "tenant-7"})
     for i, request in enumerate(requests):
         request["after"] = i // 2
-    engine = {"max_num_batched_tokens": 96, "max_num_seqs": 8, "num_gpu_blocks_override": 26, "enable_prefix_caching": True, "max_model_len": 512}
+    engine = {
+        "max_num_batched_tokens": 96,
+        "max_num_seqs": 8,
+        "num_gpu_blocks_override": 26,
+        "enable_prefix_caching": True,
+        "max_model_len": 512,
+    }
     result = run_in_process(jobs.hard, {"model": model, "store": store, "engine": engine, "requests": requests}, timeout_s=500)
     assert result["preemptions"] > 0, "this test needs a preemption to show anything"
     assert sorted(result["aborted"]) == [1, 10]
     assert_nothing_left(result["state"])
     counts = assert_every_object_is_right(store, model)
     assert counts[CacheKind.KV] >= counts[CacheKind.QUERY] > 0
-    assert set(result["skipped"]) <= {"query:prefix-cached"}, "what a prefix hit served has no queries to capture; nothing else may be missing"
+    assert set(result["skipped"]) <= {"query:prefix-cached"}, (
+        "what a prefix hit served has no queries to capture; nothing else may be missing"
+    )
 
 
 def test_little_ring_never_loses_a_row(tmp_path: Path) -> None:
@@ -114,7 +122,7 @@ def test_draft_tokens_that_are_rejected(tmp_path: Path) -> None:
 
 
 def test_skip_never_waits_and_counts(tmp_path: Path) -> None:
-    """``on_pressure="skip"`` with a ring and a write queue far too small: what is left out is counted, what is stored is right. # A20 O13"""
+    """``on_pressure="skip"`` with a ring and a write queue far too small: what is left out is counted. # A20 O13"""
     model, store = str(tiny_model_path("llama")), f"file://{tmp_path}"
     requests = [{"ids": ids, "n": 40, "after": i} for i, ids in enumerate(jobs.make_prompts([200, 90, 330, 150], 1000, seed=8))]
     job = {
