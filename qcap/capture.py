@@ -1,9 +1,9 @@
 """What is captured in a step, and how it leaves the device.
 
-:class:`Capture` fans a step out to its features: :class:`QueryFeature` keeps queries in a ring until a chunk is whole, :class:`KVFeature`
-reads keys and values from the engine's pages. It knows a :class:`~qcap.store.tiers.Backend` and nothing of transport or files, and
-nothing of vLLM. In the engine's process nothing here raises into a forward pass: :meth:`Capture.guard` records an error, says it once, and turns the
-feature off.
+:class:`Capture` fans a step out to its features: :class:`QueryFeature` keeps queries in a ring until a chunk is whole,
+:class:`KVFeature` reads keys and values from the engine's pages. It knows a :class:`~qcap.store.tiers.Backend`; nothing of transport
+or files, and nothing of vLLM. In the engine's process nothing here raises into a forward pass: :meth:`Capture.guard` records an error,
+says it once, and turns the feature off.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ often = RateLimitedLog(logger)
 
 @dataclass(frozen=True)
 class Staged:
-    """A whole chunk on its way: ``host`` ``[planes, L, CH, H]``, good once ``ready.synchronize()`` has returned; ``also`` goes back with it."""
+    """A whole chunk on its way: ``host`` ``[planes, L, CH, H]``, good once ``ready`` is over; ``also`` are buffers that go back with it."""
 
     host: torch.Tensor
     ready: Ready

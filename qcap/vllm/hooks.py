@@ -8,6 +8,7 @@ expected parameters. What was changed is in :attr:`QueryHooks.hooked`, what was 
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -50,10 +51,7 @@ def engine_ropes() -> list[Any]:
     vLLM keeps one module of each kind for the whole process, so those that an earlier engine left are not counted, unless this engine
     brought no new one and so must share an earlier one's.
     """
-    try:
-        from vllm.model_executor.layers import rotary_embedding
-    except ImportError:
-        return []
+    rotary_embedding = sys.modules.get("vllm.model_executor.layers.rotary_embedding")  # a model that rotates has imported it
     modules = list(getattr(rotary_embedding, "_ROPE_DICT", {}).values())
     new = [m for m in modules if id(m) not in _ropes_of_earlier_engines]
     _ropes_of_earlier_engines.update(map(id, new))

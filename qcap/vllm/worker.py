@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-import qcap
+from qcap._version import __version__
 from qcap.attribution import FinishedRequest, LoadRequest, Step, TokenUpdate, ring_blocks_for, step_block_limit
 from qcap.backends import open_backend
 from qcap.capture import Capture, Feature, HostBuffers, KVFeature, QueryFeature, Stager, ring_bytes
@@ -196,7 +196,7 @@ class WorkerSide:
 
         return {
             "vllm": vllm.__version__,
-            "qcap": qcap.__version__,
+            "qcap": __version__,
             "torch": torch.__version__,
             "device": next(iter(kv_caches.values())).device.type,
             "host": platform.machine(),
@@ -345,9 +345,8 @@ def certified_rope(config: Any, modules: Sequence[Any]) -> Rope:
     size = (cos**2 + sin**2).sqrt()  # yarn scales both by one factor
     angles = at[:, None].double() * inv_freq
     error = max(float((cos / size - angles.cos()).abs().max()), float((sin / size - angles.sin()).abs().max()))
-    limit = (
-        2e-2 if table.dtype in (torch.bfloat16, torch.float16) else 2e-6 * float(at.max())
-    )  # float32 angles carry a rounding of 6e-8 each
+    rounded = table.dtype in (torch.bfloat16, torch.float16)
+    limit = 2e-2 if rounded else 2e-6 * float(at.max())  # a float32 angle is wrong by up to 6e-8 of itself
     if error > max(limit, 1e-5):
         raise Unsupported(f"the config's rope {rope.kind!r} and the engine's table differ by {error:.1g}")
     return rope

@@ -6,6 +6,7 @@ import base64
 import html as html_module
 import io
 import json
+import math
 import os
 import re
 import subprocess
@@ -35,13 +36,13 @@ def settings(tmp_path, **more) -> DemoSettings:
 
 
 def test_fidelity_against_a_calculation_by_hand():
-    p, q = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[0.25, 0.5, 0.25]])
+    p, q = torch.tensor([[0.5, 0.25, 0.25]]), torch.tensor([[0.125, 0.625, 0.25]])
     found = fidelity(p.log() + 3.0, q.log() - 7.0)  # constants in a row of logits mean nothing
     assert found.same_top.tolist() == [False]
-    expected = 0.5 * torch.log(torch.tensor(2.0)) - 0.25 * torch.log(torch.tensor(2.0))
-    torch.testing.assert_close(found.kl[0].float(), expected)
-    back = fidelity(q.log(), torch.tensor([[0.6, 0.3, 0.1]]).log())
-    assert back.kl[0] != pytest.approx(float(fidelity(torch.tensor([[0.6, 0.3, 0.1]]).log(), q.log()).kl[0])), "KL has a direction"
+    assert float(found.kl[0]) == pytest.approx(0.5 * math.log(4) + 0.25 * math.log(0.4), abs=1e-6), (
+        "the reference's own probabilities weigh"
+    )
+    assert float(fidelity(q.log(), p.log()).kl[0]) == pytest.approx(0.125 * math.log(0.25) + 0.625 * math.log(2.5), abs=1e-6)
 
 
 def test_fidelity_of_equal_logits_is_exactly_zero_also_with_impossible_tokens():

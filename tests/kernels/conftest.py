@@ -27,11 +27,14 @@ _FOREIGN = pytest.StashKey[bool]()
 
 
 def pytest_configure(config):
-    inside = all((config.invocation_params.dir / arg.split("::")[0]).resolve().is_relative_to(HERE) for arg in config.args)
+    paths = [(config.invocation_params.dir / arg.split("::")[0]).resolve() for arg in config.args]
+    inside = all(path.is_relative_to(HERE) for path in paths)
     ready = COMPILED or os.environ.get("TRITON_INTERPRET") == "1"
     if not ready and inside and "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"
         ready = True
+    if not ready and any(path.is_relative_to(HERE) and path.is_file() for path in paths):
+        raise pytest.UsageError("without a CUDA device, files of tests/kernels run in a pytest of their own: name no others beside them")
     config.stash[_FOREIGN] = not ready
 
 

@@ -34,7 +34,7 @@ class TestSnapKVUnpooled(PolicySuite):
 def own_policy():
     @policies.policy("key_norm")
     def key_norm(kv, q, geometry, power=1.0):
-        return -kv[0].unflatten(-1, (geometry.num_kv_heads, -1)).float().norm(dim=-1).transpose(1, 2) ** power
+        return -(kv[0].unflatten(-1, (geometry.num_kv_heads, -1)).float().norm(dim=-1).transpose(1, 2) ** power)
 
     yield "key_norm"
     del _POLICIES["key_norm"]

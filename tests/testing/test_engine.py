@@ -25,7 +25,7 @@ def paths():
 
 @pytest.fixture(scope="module")
 def from_vllm(paths):
-    return run_in_process(job("greedy"), paths, timeout_s=580)
+    return run_in_process(job("greedy"), paths, timeout_s=1200)
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +33,8 @@ def prompts():
     return run_in_process(job("prompts"), 1024)
 
 
+# The first of them waits for all the engines, about 10 s each on two idle cores.
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("name", ["smollm2", *KINDS])
 class TestGreedy:
     pytestmark = needs_vllm
@@ -42,8 +44,9 @@ class TestGreedy:
         assert from_vllm[name] == [hf_greedy(paths[name], prompt, 16) for prompt in prompts]
 
 
-@pytest.mark.parametrize("marker", [pytest.param(None, marks=needs_vllm)], ids=["cpu"])
-def test_engine_core_and_worker_live_in_the_calling_process(marker):
+@needs_vllm[0]
+@needs_vllm[1]
+def test_engine_core_and_worker_live_in_the_calling_process():
     here, workers, client = run_in_process(job("where_it_runs"), str(tiny_model_path("llama")))
     assert client == "InprocClient"
     assert workers == [here]

@@ -228,3 +228,9 @@ def test_the_top_level_is_small():
     allowed = {"pyproject.toml", "README.md", "LICENSE", "Makefile", "qcap", "notebooks", "tests", "docs", "benchmarks"}
     names = {path.relative_to(ROOT).parts[0] for path in tree()}
     assert {name for name in names if not name.startswith(".")} <= allowed
+
+
+def test_modules_under_tests_have_names_of_their_own():
+    """pytest imports them by their bare names: of two with one name, the second would be taken for the first."""
+    names = [path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py"]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
