@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -452,6 +452,7 @@ class Capture:
         engine_id: goes into receipts.
         write_receipts: one rank does.
         buffers: returned to when a chunk has been written.
+        refused: kinds that were asked for and cannot be captured here, with the reason that receipts give.
     """
 
     def __init__(
@@ -464,8 +465,10 @@ class Capture:
         write_receipts: bool,
         buffers: HostBuffers,
         counters: Counter[str],
+        refused: Mapping[CacheKind, str] | None = None,
     ) -> None:
         self.geometry, self.backend = geometry, backend
+        self._refused = dict(refused or {})
         self.features: list[Feature] = list(features)
         self.counters = counters
         self._engine_id, self._write_receipts, self._buffers = engine_id, write_receipts, buffers
@@ -722,14 +725,18 @@ class Capture:
         stored: dict[str, tuple[int, ...]] = {}
         skipped: dict[str, dict[str, int]] = {}
         for kind in CacheKind:
-            if all(f.kind is not kind for f in self.features) and kind.value not in self._off:
+            if all(f.kind is not kind for f in self.features) and kind.value not in self._off and kind not in self._refused:
                 continue
             have = {i for i in track.stored.get(kind, set()) if i < whole}
             for index in range(min(whole, len(track.chunks))):  # an earlier run may have left it there
                 if index not in have and not track.barred and self._already_stored(track, kind, index):
                     have.add(index)
             stored[kind.value] = tuple(sorted(have))
-            reasons = Counter(track.reasons.get(kind, {}).get(i, track.barred or "turned-off") for i in range(whole) if i not in have)
+            reasons = Counter(
+                track.reasons.get(kind, {}).get(i, track.barred or self._refused.get(kind, "turned-off"))
+                for i in range(whole)
+                if i not in have
+            )
             if reasons:
                 skipped[kind.value] = dict(reasons)
                 for reason, count in reasons.items():

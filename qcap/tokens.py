@@ -196,10 +196,6 @@ class ChunkRecord:
         return chunk_key(self.kind, self.geometry, self.digest, self.salt, self.tags)
 
 
-def chunk_key(
-    kind: CacheKind, geometry: Geometry, digest: str, salt: str = "", tags: Iterable[tuple[str, str]] = ()
-) -> ChunkKey:
+def chunk_key(kind: CacheKind, geometry: Geometry, digest: str, salt: str = "", tags: Iterable[tuple[str, str]] = ()) -> ChunkKey:
     """The key of the chunk with ``digest`` for ``geometry``'s rank."""
-    return ChunkKey(
-        kind.model_name(geometry.model), geometry.tp_size, geometry.tp_rank, geometry.dtype, digest, salt, tuple(sorted(tags))
-    )
+    return ChunkKey(kind.model_name(geometry.model), geometry.tp_size, geometry.tp_rank, geometry.dtype, digest, salt, tuple(sorted(tags)))

@@ -218,9 +218,7 @@ class CacheContext:
         *given, overwrite = others
         if any(value is not None for value in given):
             raise TokenError("an Edit brings its own tokens, salt and positions: give ctx.store(edit) alone, or its tensor with yours")
-        return self.store(
-            edit.tensor, edit.token_ids, salt=edit.salt, positions=edit.positions, edit=edit.description, overwrite=overwrite
-        )
+        return self.store(edit.tensor, edit.token_ids, salt=edit.salt, positions=edit.positions, edit=edit.description, overwrite=overwrite)
 
     # -- end ------------------------------------------------------------------------------------------------------
 
@@ -283,7 +281,7 @@ class CacheContext:
         geometry = self._rank_geometry.for_rank(rank)
         key = self._key(chunk, salt, rank)
         what = f"chunk {chunk.index} (tokens {chunk.start}..{chunk.end - 1}, rank {rank}) of {self.stored_model!r}"
-        hint = f"run `qcap verify {self.url or 'STORE'}` to list what is damaged; `--delete` removes it"
+        hint = f"run `qcap verify {self.url or 'STORE'}` to list what is damaged; capturing or storing these tokens again replaces it"
         try:
             loaded = backend.load(key)
         except ObjectCorrupt as error:
@@ -455,5 +453,3 @@ def _edit_text(edit: str | Mapping[str, Any] | None) -> str:
     if isinstance(edit, str) and edit:
         return edit
     return json.dumps(dict(edit) if isinstance(edit, Mapping) and edit else {"name": "unnamed"}, sort_keys=True)
-
-

@@ -24,6 +24,8 @@ ENGINE_ENVIRONMENT: Mapping[str, str] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine core and worker live in the calling process: no children, and hooks can be watched
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; vLLM would take a share of all memory
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # pinning threads to cores makes two test processes fight for the same ones
+    "OMP_WAIT_POLICY": "PASSIVE",  # waiting threads that spin take the cores from the others: several times slower on a small machine
+    "KMP_BLOCKTIME": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -111,7 +113,7 @@ def run_in_process(
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": search, **(env or {})},
+                env={**ENGINE_ENVIRONMENT, **os.environ, "PYTHONPATH": search, **(env or {})},
                 start_new_session=True,
             )
             try:

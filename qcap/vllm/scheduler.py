@@ -243,6 +243,8 @@ class SchedulerSide:
             if update is not None:
                 self._last_tokens.append(update)
             self._finished.append(done)
+        if not (self._config.kv or self._config.query):
+            return None  # an engine that only loads leaves no receipts
         return {"qcap": {**self._note, "request_id": request.request_id}}
 
     def load_failed(self, block_ids: set[int]) -> None:

@@ -92,9 +92,14 @@ class WorkerSide:
             backend,
             features,
             engine_id=self._engine_id,
-            write_receipts=geometry.tp_rank == 0,
+            write_receipts=geometry.tp_rank == 0 and (self._config.kv or self._config.query),
             buffers=buffers,
             counters=self.counters,
+            refused={
+                kind: "unsupported"
+                for kind, wanted, got in ((CacheKind.KV, self._config.kv, self._pages), (CacheKind.QUERY, self._config.query, self._query))
+                if wanted and got is None
+            },
         )
         if geometry.tp_rank == 0:
             try:

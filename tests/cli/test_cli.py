@@ -74,8 +74,8 @@ def test_show_asks_the_store_for_each_chunk(small_store, qcap_command):
 
 
 def test_show_by_number_id_and_from_the_end(small_store, qcap_command):
-    by = {r: parsed(qcap_command("show", small_store.url, "-r", r, "--json"))[1]["request_id"] for r in ("0", "req-whole", "1", "-1")}
-    assert by == {"0": "req-whole", "req-whole": "req-whole", "1": "req-[red]holed", "-1": "req-[red]holed"}
+    by = {r: parsed(qcap_command("show", small_store.url, "-r", r, "--json"))[1]["request_id"] for r in ("0", "req-whole", "1", "-1", "-2")}
+    assert by == {"0": "req-whole", "req-whole": "req-whole", "1": "req-[red]holed", "-1": "req-[red]holed", "-2": "req-whole"}
 
 
 def test_show_in_words(small_store, qcap_command):

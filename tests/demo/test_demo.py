@@ -16,7 +16,11 @@ import qcap
 from qcap.errors import Unsupported
 from qcap.testing.smollm2 import gguf_path
 
-pytestmark = [pytest.mark.vllm, pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")]
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.timeout(1800),  # whichever test comes first waits for the whole demo
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +46,6 @@ def report(demo):
     return json.loads((out / "report.json").read_text())
 
 
-@pytest.mark.timeout(1800)
 def test_everything_was_captured(report):
     assert report["coverage"] == {"kv": 1.0, "query": 1.0}
     assert report["skipped"] == {}

@@ -218,7 +218,7 @@ def test_reporter_writes_lines_that_the_parent_understands():
     program = (
         "from qcap.demo.progress import Reporter\nr = Reporter(10)\nr.step(0, 'begin')\nr.step(4)\n"
         "bar = r.bar(6, 'requests')\n"
-        "list(bar([1, 2], desc='Rendering prompts'))\n"
+        "other = bar(total=2, desc='Rendering prompts'); other.update(2); other.close()\n"
         "b = bar(total=2, desc='Processed prompts', dynamic_ncols=True, postfix='')\nb.update(1); b.update(1); b.close()\n"
     )
     env = {**os.environ, progress.LISTENER: str(write_fd)}

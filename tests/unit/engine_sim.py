@@ -238,6 +238,7 @@ class SimRequest:
         self.odd = ""
         self.resumable = False
         self.load_failed = False
+        self.ended_preempted = False
 
     @property
     def salt(self) -> str:
@@ -809,7 +810,8 @@ class Sim:
             self.scheduler.load_failed(out.invalid)
 
     def _finish(self, request: SimRequest) -> None:
-        self.events["ended_preempted"] += request.status == "preempted" and not request.aborted
+        request.ended_preempted = request.status == "preempted"
+        self.events["ended_preempted"] += request.ended_preempted and not request.aborted
         request.status = "finished"
         self.scheduler.finished(request)
         self.blocks.give(request.blocks)
@@ -984,7 +986,7 @@ class Sim:
         if "load-failed" in skipped:
             assert request.garbage or request.load_failed, what
             return
-        if self.o.speculative and (request.lost_end or self.events["failed_loads"]):
+        if self.o.speculative and (request.lost_end or request.ended_preempted or self.events["failed_loads"]):
             return
         if kind is CacheKind.KV and "token-ids-changed" in skipped:
             assert self.events["resets"], what

@@ -113,6 +113,4 @@ def apply(
         marks, keep, multiple_of=geometry.chunk_size if multiple_of is None else multiple_of, scope=scope, always_keep=always_keep
     )
     told = {**params, "keep": keep, "scope": scope}
-    return keep_tokens(
-        kv, tokens, index, name=name, params=told, geometry=geometry, positions=positions, parent_salt=parent_salt
-    )
+    return keep_tokens(kv, tokens, index, name=name, params=told, geometry=geometry, positions=positions, parent_salt=parent_salt)

@@ -1,7 +1,7 @@
 """Tests that every policy must pass, yours too: subclass, name the policy, run pytest.
 
-    class TestKeyNorm(PolicySuite):
-        name = "key_norm"
+class TestKeyNorm(PolicySuite):
+    name = "key_norm"
 """
 
 from __future__ import annotations
