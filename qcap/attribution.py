@@ -297,6 +297,12 @@ class RowLedger:
                 blocks.spilled.pop(index, None)
                 self._let_go(blocks, index)
 
+    def forget_staged(self, uid: int, chunk: int) -> None:
+        """``chunk`` was taken but could not be used: it may be taken again, if its rows come again."""
+        blocks = self._requests.get(uid)
+        if blocks is not None:
+            blocks.staged.discard(chunk)
+
     def release(self, uid: int) -> None:
         """Give back everything ``uid`` holds: it finished, was aborted, or failed."""
         blocks = self._requests.pop(uid, None)

@@ -63,6 +63,9 @@ class Feature(Protocol):
     def take(self, track: RequestTrack, final_tokens: int) -> Iterator[tuple[int, Callable[[], Staged]]]:
         """Chunks of a request that are whole now: (index, how to stage it)."""
 
+    def forget(self, track: RequestTrack, chunk: int) -> None:
+        """A taken chunk could not be used: it may be taken again, if it is computed again."""
+
     def release(self, track: RequestTrack) -> None:
         """The request is over."""
 
@@ -83,6 +86,7 @@ class RequestTrack:
     tokens: list[int] = field(default_factory=list)
     chunks: list[TokenChunk] = field(default_factory=list)
     block_ids: list[int] = field(default_factory=list)
+    end: int = 0  # of the last step
     cached_until: int = 0  # positions that were in the engine's cache when the request was admitted (the most, if more than once)
     barred: str = ""  # why nothing of this request may be stored
     staged: dict[CacheKind, set[int]] = field(default_factory=dict)
@@ -353,6 +357,10 @@ class QueryFeature:
             self._counters["query.blocks_spilled"] += 1
             return rows.cpu(), self._stamps[ring_block].view(-1).clone().cpu()
 
+    def forget(self, track: RequestTrack, chunk: int) -> None:
+        """The chunk's rows may be taken again, if they come again."""
+        self.ledger.forget_staged(track.uid, chunk)
+
     def release(self, track: RequestTrack) -> None:
         """Give the request's ring blocks back."""
         self.ledger.release(track.uid)
@@ -406,6 +414,9 @@ class KVFeature:
         blocks = self._stager.indices(block_ids)
         device = self._stager.device
         kernels.scatter_pages(self.table, blocks, source.contiguous().to(device))
+
+    def forget(self, track: RequestTrack, chunk: int) -> None:
+        """Nothing is remembered."""
 
     def release(self, track: RequestTrack) -> None:
         """Nothing is held."""
@@ -524,10 +535,12 @@ class Capture:
                 self.finish(done)
             for uid in step.preempted:
                 if uid in self._tracks:
+                    if step.speculative:  # its pages are still what they were: the forward pass that may write over them comes after
+                        self._collect(self._tracks[uid], min(self._tracks[uid].end, len(self._tracks[uid].tokens) - 1))
                     self._tracks[uid].block_ids.clear()
             for uid in step.resampled:
                 if uid in self._tracks:
-                    self._drop_waiting(self._tracks[uid], "token-ids-changed")
+                    self._drop_waiting(self._tracks[uid], "token-ids-changed", again=True)
             for request in step.requests:
                 track = self._tracks.get(request.uid)
                 if track is None:
@@ -538,6 +551,7 @@ class Capture:
                 track.barred = track.barred or request.skip
                 del track.block_ids[request.first_block :]
                 track.block_ids.extend(request.block_ids)
+                track.end = request.end
                 if request.admitted:
                     track.cached_until = max(track.cached_until, request.start)
                 if step.speculative and not request.admitted:
@@ -657,11 +671,17 @@ class Capture:
         for buffer in (staged.host, *staged.also):
             self._buffers.give(buffer, written=written)
 
-    def _drop_waiting(self, track: RequestTrack, reason: str) -> None:
+    def _drop_waiting(self, track: RequestTrack, reason: str, *, again: bool = False) -> None:
+        """Chunks that wait for their token ids will not get them. ``again``: their tokens will be sampled and computed anew."""
         for kind, waiting in track.waiting.items():
             for index, staged in waiting.items():
                 track.reasons.setdefault(kind, {})[index] = reason
                 self._give_back(staged)
+                if again:
+                    track.staged[kind].discard(index)
+                    for feature in self.features:
+                        if feature.kind is kind:
+                            feature.forget(track, index)
             waiting.clear()
 
     # ---- token ids and ends -------------------------------------------------------------------------------------------------------
