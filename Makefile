@@ -4,7 +4,7 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check lint format
+.PHONY: help setup demo test check lint format bench
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed 's/:[^#]*## /\t/'
@@ -31,3 +31,6 @@ format: setup  ## put the style right
 	$(PYTHON_ENV) -m ruff format .
 
 check: lint test  ## lint, types and tests
+
+bench: setup  ## kernels against the copy rate of this machine's GPU
+	$(PYTHON_ENV) -m benchmarks --json out/bench.jsonl
