@@ -95,6 +95,7 @@ class Step:
     """One step as the scheduler planned it. ``number`` counts from 1.
 
     ``speculative``: the engine drafts tokens, so computed rows may be rejected; rows are final up to the last known token only.
+    ``overwritten``: KV blocks that the engine zeroes or copies to before the step begins.
     ``resampled``: requests whose tokens in flight were thrown away and will be sampled anew.
     """
 
@@ -106,6 +107,7 @@ class Step:
     loads: tuple[LoadRequest, ...] = ()
     speculative: bool = False
     resampled: tuple[int, ...] = ()
+    overwritten: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import torch
 
 from qcap import kernels
 from qcap.attribution import PLAN_PADDING, CompleteChunk, FinishedRequest, RowLedger, Step, TokenUpdate
-from qcap.errors import StoreError, Unsupported
+from qcap.errors import StoreError, TokenError, Unsupported
 from qcap.geometry import Geometry, PagedLayout
 from qcap.kinds import CacheKind
 from qcap.ring import QRingBuffer
@@ -463,6 +463,7 @@ class Capture:
         engine_id: goes into receipts.
         write_receipts: one rank does.
         buffers: returned to when a chunk has been written.
+        may_wait: the engine may be held back until the store has room (``on_pressure="wait"``).
         refused: kinds that were asked for and cannot be captured here, with the reason that receipts give.
     """
 
@@ -477,9 +478,11 @@ class Capture:
         buffers: HostBuffers,
         counters: Counter[str],
         refused: Mapping[CacheKind, str] | None = None,
+        may_wait: bool = True,
     ) -> None:
         self.geometry, self.backend = geometry, backend
         self._refused = dict(refused or {})
+        self._may_wait = may_wait
         self.features: list[Feature] = list(features)
         self.counters = counters
         self._engine_id, self._write_receipts, self._buffers = engine_id, write_receipts, buffers
@@ -529,6 +532,11 @@ class Capture:
         """Before the forward pass: token ids that became known, requests that ended, the plan of this step."""
         with self._lock:
             self._step, self._invalid, self._speculative = step, set(), step.speculative
+            gone = set(step.overwritten)
+            for uid in (*(done.uid for done in step.finished), *step.preempted) if gone else ():
+                track = self._tracks.get(uid)
+                if track is not None:
+                    del track.block_ids[next((i for i, block in enumerate(track.block_ids) if block in gone), len(track.block_ids)) :]
             for update in step.tokens:
                 self._learn(update.uid, update.offset, update.ids)
             for done in step.finished:
@@ -621,9 +629,23 @@ class Capture:
                     if track.barred:
                         track.reasons.setdefault(feature.kind, {})[index] = track.barred
                         continue
-                    if self._already_stored(track, feature.kind, index):
+                    if self.backend.cheap_contains and self._already_stored(track, feature.kind, index):
                         continue
-                    self._hand_over(track, feature.kind, index, stage())
+                    if not self._may_wait and not self.backend.has_room(self.geometry.chunk_bytes(feature.kind)):
+                        self._lose(track, feature.kind, index, "store-busy")  # before it costs device and host memory
+                        continue
+                    try:
+                        self._hand_over(track, feature.kind, index, stage())
+                    except torch.OutOfMemoryError:
+                        self._lose(track, feature.kind, index, "no-device-memory")
+                    except (StoreError, TokenError) as error:  # one chunk's fault, not the feature's
+                        often.error("a chunk is not stored: %s", error)
+                        self._lose(track, feature.kind, index, "store-failed")
+
+    def _lose(self, track: RequestTrack, kind: CacheKind, index: int, reason: str) -> None:
+        with self._book:
+            self.counters[f"{kind.value}.skipped.{reason}"] += 1
+            track.reasons.setdefault(kind, {})[index] = reason
 
     def _already_stored(self, track: RequestTrack, kind: CacheKind, index: int) -> bool:
         if index >= len(track.chunks):
@@ -636,8 +658,9 @@ class Capture:
             self.counters["store.unavailable"] += 1
             often.warning("the store cannot be asked: %s", error)
             return False
-        track.stored.setdefault(kind, set()).add(index)
-        self.counters[f"{kind.value}.exists"] += 1
+        with self._book:
+            track.stored.setdefault(kind, set()).add(index)
+            self.counters[f"{kind.value}.exists"] += 1
         return True
 
     def _hand_over(self, track: RequestTrack, kind: CacheKind, index: int, staged: Staged) -> None:
@@ -759,8 +782,9 @@ class Capture:
             )
             if reasons:
                 skipped[kind.value] = dict(reasons)
-                for reason, count in reasons.items():
-                    self.counters[f"{kind.value}.lost.{reason}"] += count
+                with self._book:
+                    for reason, count in reasons.items():
+                        self.counters[f"{kind.value}.lost.{reason}"] += count
         self.backend.put_sequence(
             SequenceRecord(
                 model=g.model,

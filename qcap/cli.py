@@ -267,9 +267,13 @@ def _print_details(console: Console, record: SequenceRecord, found: dict[str, An
 
 
 @app.command("verify")
-def verify(url: Url, as_json: AsJson = False) -> None:
+def verify(
+    url: Url,
+    as_json: AsJson = False,
+    delete: Annotated[bool, typer.Option("--delete", help="Remove damaged files, so that they can be captured or stored again.")] = False,
+) -> None:
     """Read every object of a store and check headers, keys and checksums. Exit code 1 if anything is wrong."""
-    from qcap.store.verify import verify_store
+    from qcap.store.verify import delete_bad, verify_store
 
     if as_json:
         report = verify_store(url)
@@ -291,6 +295,8 @@ def verify(url: Url, as_json: AsJson = False) -> None:
             console.print(f"{len(report.stale_staging)} files under staging/ were left by killed processes; they are safe to remove.")
         what = f"{report.objects} objects ({_size(report.nbytes)}), {report.manifests} manifests, {report.sequences} receipts"
         console.print(Text(f"{what}: " + ("all sound" if report.ok else f"{len(report.bad)} bad")), soft_wrap=True)
+    if delete and (report.bad or report.stale_staging):
+        Console(stderr=True).print(f"{delete_bad(url, report)} files removed")
     if not report.ok:
         raise typer.Exit(1)
 

@@ -70,7 +70,8 @@ class CaptureConfig:
             Key ``qcap.load``, default ``salted``.
         ring_blocks: blocks in the query ring; None sizes it from the engine. Key ``qcap.q.ring_blocks``.
         ring_depth: steps of the largest size that the ring holds when it is sized from the engine. Key ``qcap.q.ring_depth``, default 2.
-        host_bytes: bound on chunks waiting in host memory to be written. Key ``qcap.host_bytes``, default 256 MiB.
+        host_bytes: bound on chunks waiting in host memory to be written; None takes two steps of the largest size, at least 256 MiB
+            and at most 8 GiB. Key ``qcap.host_bytes``.
         model_name: the name to store under; None takes the engine's. Key ``qcap.model_name``.
     """
 
@@ -82,7 +83,7 @@ class CaptureConfig:
     load: str = "salted"
     ring_blocks: int | None = None
     ring_depth: int = 2
-    host_bytes: int = 256 << 20
+    host_bytes: int | None = None
     model_name: str | None = None
 
     @classmethod
@@ -94,6 +95,8 @@ class CaptureConfig:
         """
         known = tuple(_PARSERS)
         for key in extra:
+            if f"qcap.{key}" in _PARSERS:
+                raise ConfigError(f"setting {key!r} lacks its prefix: write 'qcap.{key}'")
             if key.startswith("qcap.") and key not in _PARSERS:
                 near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
                 raise ConfigError(f"unknown setting {key!r}: did you mean {near[0]!r}? Known: {', '.join(known)}")

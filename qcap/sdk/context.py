@@ -259,29 +259,44 @@ class CacheContext:
         with ThreadPoolExecutor(min(_LOAD_THREADS, len(chunks)), thread_name_prefix="qcap-load") as pool:
             pending = [pool.submit(self._load_into, backend, out, chunk, array, salt) for chunk in chunks]
             try:
+                before: str | None = None
                 for number, future in enumerate(pending):
-                    if not future.result():
+                    edit = future.result()
+                    if edit is None:
                         return number
+                    if before is not None and edit not in ("", before):
+                        raise ObjectCorrupt(
+                            f"chunk {number} of {self.stored_model!r} under salt {salt!r} is of an edit the chunk before it is not of: "
+                            "two caches are mixed. Store the edit again under another salt"
+                        )
+                    before = edit
                 return len(chunks)
             finally:
                 for future in pending:
                     future.cancel()
 
-    def _load_into(self, backend: Backend, out: torch.Tensor, chunk: TokenChunk, array: np.ndarray, salt: str) -> bool:
-        """Copy one chunk of all ranks to its place; False if a rank has none."""
+    def _load_into(self, backend: Backend, out: torch.Tensor, chunk: TokenChunk, array: np.ndarray, salt: str) -> str | None:
+        """Copy one chunk of all ranks to its place; its edit's text ("" for what an engine computed), None if a rank has no such chunk."""
+        edits = set()
         for rank in owners(self._rank_geometry, self.kind):
             loaded = self._load_one(backend, chunk, array, salt, rank)
             if loaded is None:
-                return False
+                return None
+            edits.add(loaded.record.edit)
             out[:, :, chunk.start : chunk.end, columns(self._rank_geometry, self.kind, rank)] = loaded.tensor
-        return True
+        if len(edits) > 1:
+            raise ObjectCorrupt(
+                f"chunk {chunk.index} of {self.stored_model!r} under salt {salt!r} has heads of {len(edits)} different caches, one a rank. "
+                "Store the edit again under another salt"
+            )
+        return edits.pop()
 
     def _load_one(self, backend: Backend, chunk: TokenChunk, array: np.ndarray, salt: str, rank: int) -> LoadedChunk | None:
         """One rank's chunk, checked against what was asked for."""
         geometry = self._rank_geometry.for_rank(rank)
         key = self._key(chunk, salt, rank)
         what = f"chunk {chunk.index} (tokens {chunk.start}..{chunk.end - 1}, rank {rank}) of {self.stored_model!r}"
-        hint = f"run `qcap verify {self.url or 'STORE'}` to list what is damaged; capturing or storing these tokens again replaces it"
+        hint = f"run `qcap verify {self.url or 'STORE'}` to list what is damaged; `--delete` removes it, and it can be stored again"
         try:
             loaded = backend.load(key)
         except ObjectCorrupt as error:
@@ -358,11 +373,13 @@ class _Writer:
     ) -> None:
         self.context, self.backend, self.array, self.positions = context, backend, array, positions
         self.salt, self.edit, self.overwrite = salt, edit, overwrite
+        self._relabel: set[tuple[int, int]] = set()
 
     def write(self, tensor: torch.Tensor, chunks: Sequence[TokenChunk]) -> None:
         """Store all chunks, or raise."""
         tensor = tensor.detach()
-        todo = [(chunk, rank) for chunk in chunks for rank in range(self.context._rank_geometry.tp_size)]
+        # Last chunk first: they become visible in this order, so an edit that is cut off half-way has no prefix that could be loaded.
+        todo = [(chunk, rank) for chunk in reversed(chunks) for rank in reversed(range(self.context._rank_geometry.tp_size))]
         if not self.overwrite:
             todo = self._missing(tensor, todo)
         deadline = time.monotonic() + self.context.timeout_s
@@ -371,7 +388,8 @@ class _Writer:
         for chunk, rank in todo:
             rows = self._rows(tensor, chunk, rank)
             finite = finite and bool(torch.isfinite(rows.float()).all())
-            pending.append((chunk, rank, self.backend.store(self._record(chunk, rank), rows, overwrite=self.overwrite)))
+            replaces = self.overwrite or (chunk.index, rank) in self._relabel
+            pending.append((chunk, rank, self.backend.store(self._record(chunk, rank), rows, overwrite=replaces)))
         if not finite:
             _log.warning("store: rows with NaN or infinity go to %s (salt %r); the engine will read them as they are",
                          self.context.stored_model, self.salt)  # fmt: skip
@@ -393,12 +411,18 @@ class _Writer:
         Raises:
             EditConflict: it is another.
         """
-        loaded = self.context._load_one(self.backend, chunk, self.array, self.salt, rank)
+        try:
+            loaded = self.context._load_one(self.backend, chunk, self.array, self.salt, rank)
+        except ObjectCorrupt:
+            return False  # having been read and found damaged, it is replaced by what is stored now
         if loaded is None:
             return False
         rows = self._rows(tensor, chunk, rank)
         same = torch.equal(loaded.tensor.contiguous().view(torch.uint8), rows.view(torch.uint8))
         if same and loaded.record.positions == self._record(chunk, rank).positions:
+            if loaded.record.edit != self.edit:
+                self._relabel.add((chunk.index, rank))  # the same rows, told otherwise: an edit's chunks must all tell the same
+                return False
             return True
         what = "other rows" if not same else "the same rows at other positions"
         raise EditConflict(
@@ -441,7 +465,7 @@ class _Writer:
         if outcome is StoreOutcome.STORED:
             return
         if outcome is StoreOutcome.EXISTS:  # someone else wrote it between our look and our write
-            if self._is_same(tensor, chunk, rank):
+            if self._is_same(tensor, chunk, rank) or (chunk.index, rank) in self._relabel:
                 return
             raise StoreError(f"{what} appeared and vanished while it was stored ({progress}): store again")
         left = "; under this salt old and new chunks are mixed now" if self.overwrite else ""

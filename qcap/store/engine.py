@@ -99,6 +99,15 @@ class StoreEngine:
             self._known.add(key)
         return found
 
+    @property
+    def cheap_contains(self) -> bool:
+        """Whether :meth:`contains` costs no round trip, so that an engine's step may ask."""
+        return self._tier.bucket.cheap_exists
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether ``nbytes`` more would be taken at once, neither refused nor held."""
+        return self._queue.has_room(nbytes)
+
     # -- Backend: writing
 
     def store(self, record: ChunkRecord, source: torch.Tensor, event: Any = None, *, overwrite: bool = False) -> Future[StoreOutcome]:

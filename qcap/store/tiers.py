@@ -77,6 +77,13 @@ class Backend(Protocol):
     All methods may be called from any thread.
     """
 
+    @property
+    def cheap_contains(self) -> bool:
+        """Whether :meth:`contains` costs no round trip, so that an engine's step may ask."""
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether :meth:`store` would take ``nbytes`` more at once, neither refuse them nor wait."""
+
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """For each key, whether a published object is there. No data is read."""
 

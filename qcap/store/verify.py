@@ -45,6 +45,15 @@ class VerifyReport:
         return not self.bad
 
 
+def delete_bad(url: str, report: VerifyReport) -> int:
+    """Remove the damaged files of ``report`` (they can then be captured or stored again) and what killed processes left; how many."""
+    tier = open_tier(url)
+    paths = [bad.path for bad in report.bad] + report.stale_staging
+    for path in paths:
+        tier.bucket.delete(path)
+    return len(paths)
+
+
 def verify_store(url: str, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
     """Check every object (header, checksums, and that its path is its key's), manifest and receipt of a store.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -77,6 +78,8 @@ class WriteQueue:
         self._next_turn = 0  # given to the next job
         self._turn = 0  # whose turn it is to publish
         self._passed: set[int] = set()  # turns above it that are over
+        self._pid = os.getpid()
+        self._closing = False  # takes no more chunks; the receipts of those it has are still taken
         self._closed = False
         self.bytes = 0
         self.pending = 0
@@ -87,12 +90,12 @@ class WriteQueue:
         key, nbytes, waited_since = record.key, source.nbytes, 0.0
         with self._changed:
             while True:
-                self._check_open()
+                self._check_open(self._closing)
                 twin = self._in_flight.get(key)
                 if twin is not None and not overwrite:
                     twin.attached.append(future := _running_future())
                     break
-                if self.bytes == 0 or self.bytes + nbytes <= self._limit:
+                if self.has_room(nbytes):
                     future = _running_future()
                     self._in_flight[key] = self._append(record, nbytes, source, event, overwrite, future)
                     break
@@ -102,14 +105,19 @@ class WriteQueue:
                 self._changed.wait()
             return Admission(future, self.bytes, time.monotonic() - waited_since if waited_since else 0.0)
 
+    def has_room(self, nbytes: int) -> bool:
+        """Whether a chunk of ``nbytes`` would be taken now."""
+        with self._changed:
+            return self.bytes == 0 or self.bytes + nbytes <= self._limit
+
     def put_sequence(self, record: SequenceRecord) -> Future[None]:
         """Queue a receipt. Raises when closed."""
         with self._changed:
-            self._check_open()
+            self._check_open(self._closed)
             return self._append(record, 0, None, None, False, _running_future()).future
 
-    def _check_open(self) -> None:
-        if self._closed:
+    def _check_open(self, closed: bool) -> None:
+        if closed:
             raise StoreUnavailable("the store was closed")
 
     def _append(
@@ -190,7 +198,13 @@ class WriteQueue:
 
     def close(self) -> None:
         """Take no more, finish what is queued, end the threads."""
+        if os.getpid() != self._pid:
+            return  # a forked child has no threads of ours, and what is queued is the parent's to write
         with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+            if threading.current_thread() not in self._threads:
+                self._changed.wait_for(lambda: self.pending == 0)  # a chunk's receipt is queued before the chunk is taken off
             self._closed = True
             self._changed.notify_all()
         for thread in self._threads:

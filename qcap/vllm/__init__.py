@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qcap.backends import open_backend
 from qcap.config import CaptureConfig
-from qcap.errors import CaptureEmpty, StoreUnavailable
-from qcap.store.tiers import SequenceRecord
-from qcap.tokens import check_salt
+from qcap.errors import CaptureEmpty, ConfigError, StoreUnavailable
+from qcap.kinds import CacheKind
+from qcap.store.tiers import Backend, SequenceRecord
+from qcap.tokens import ChunkedTokenDatabase, check_salt, chunk_key
 
 __all__ = ["CaptureReceipt", "prompt", "receipt", "recompute_prefix", "transfer_config"]
 
@@ -86,12 +87,39 @@ def recompute_prefix(params: Any) -> Any:
     return fresh
 
 
+def _sample_ids(request_id: str, samples: int) -> list[str]:
+    """vLLM serves ``n`` samples of a prompt as requests ``0_ID``, ``1_ID``, ... and tells the id of the last one to finish."""
+    number, mark, parent = request_id.partition("_")
+    return [f"{i}_{parent}" for i in range(samples)] if samples > 1 and mark and number.isdigit() else [request_id]
+
+
+def _on_all_ranks(backend: Backend, record: SequenceRecord, tp_size: int, deadline: float) -> SequenceRecord:
+    """A receipt is rank 0's: wait for the other tensor-parallel ranks' objects, and count those that do not come."""
+    fitting = [g for g, _, _ in backend.manifests(record.model) if (g.chunk_size, g.tp_size) == (record.chunk_size, tp_size)]
+    if len(fitting) != 1:
+        return record  # two dtypes in one store: which of them this engine had is not in the receipt
+    (geometry,) = fitting
+    chunks = ChunkedTokenDatabase(record.chunk_size).chunks(record.token_ids)
+    stored, skipped = dict(record.stored), {kind: dict(reasons) for kind, reasons in record.skipped.items()}
+    for kind, indices in record.stored.items():
+        keys = {i: chunk_key(CacheKind.parse(kind), geometry, chunks[i].digest, record.salt) for i in indices}
+        while True:
+            late = {i for i, key in keys.items() if not all(backend.contains([key.for_rank(r) for r in range(geometry.tp_size)]))}
+            if not late or time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        stored[kind] = tuple(i for i in indices if i not in late)
+        if late:
+            skipped.setdefault(kind, {})["missing-on-a-rank"] = len(late)
+    return replace(record, stored=stored, skipped=skipped)
+
+
 @dataclass(frozen=True)
 class CaptureReceipt:
     """What a batch of requests left in the store.
 
     Args:
-        sequences: one record a request, in the order asked for.
+        sequences: one record a request (a sample, where ``n`` > 1), in the order asked for.
         stored: kind -> chunks in the store.
         whole: chunks that the computed tokens fill, of one kind.
         skipped: ``kind:reason`` -> chunks that are not in the store.
@@ -103,8 +131,13 @@ class CaptureReceipt:
     skipped: dict[str, int]
 
 
-def receipt(outputs: Sequence[Any], *, timeout_s: float = 60.0) -> CaptureReceipt:
+def receipt(outputs: Sequence[Any], *, store: str | None = None, timeout_s: float = 60.0) -> CaptureReceipt:
     """Wait until everything that ``outputs`` (of ``LLM.generate``) left behind is visible in the store, and say what it is.
+
+    Args:
+        outputs: finished outputs of an engine with a ``transfer_config``.
+        store: the store's URL, where the engine does not tell it (it holds credentials or options).
+        timeout_s: seconds to wait for the last of it.
 
     Raises:
         CaptureEmpty: the engine ran without qcap, or not one chunk was stored although there were whole ones.
@@ -112,19 +145,28 @@ def receipt(outputs: Sequence[Any], *, timeout_s: float = 60.0) -> CaptureReceip
     """
     wanted: dict[str, set[tuple[str, str]]] = {}
     order: list[tuple[str, str]] = []
+    ranks: dict[tuple[str, str], int] = {}
     for output in outputs:
-        note = (output.kv_transfer_params or {}).get("qcap")
+        note = (getattr(output, "kv_transfer_params", None) or {}).get("qcap")
         if not note:
             raise CaptureEmpty(
                 "these outputs carry no qcap receipt: start the engine with kv_transfer_config=qcap.vllm.transfer_config(...)"
             )
-        ident = (note["engine_id"], note["request_id"])
-        wanted.setdefault(note["store"], set()).add(ident)
-        order.append(ident)
+        samples = getattr(output, "outputs", None)
+        for request_id in _sample_ids(note["request_id"], len(samples) if isinstance(samples, list) else 1):
+            ident = (note["engine_id"], request_id)
+            ranks[ident] = int(note.get("tp_size", 1))
+            wanted.setdefault(store or note["store"], set()).add(ident)
+            order.append(ident)
     found: dict[tuple[str, str], SequenceRecord] = {}
     deadline = time.monotonic() + timeout_s
     for url, idents in wanted.items():
+        if not url:
+            raise ConfigError(
+                "the engine does not tell its store's URL, since it holds credentials or options: give receipt(..., store=URL)"
+            )
         backend = open_backend(url)
+        pause = 0.05
         try:
             while True:
                 for record in backend.sequences():
@@ -137,7 +179,11 @@ def receipt(outputs: Sequence[Any], *, timeout_s: float = 60.0) -> CaptureReceip
                     raise StoreUnavailable(
                         f"{len(missing)} of {len(idents)} receipts are not in {url} after {timeout_s:.0f} s: look into the engine's log"
                     )
-                time.sleep(0.05)
+                time.sleep(pause)
+                pause = min(1.5 * pause, 1.0)
+            for ident in idents:
+                if ranks[ident] > 1:
+                    found[ident] = _on_all_ranks(backend, found[ident], ranks[ident], deadline)
         finally:
             backend.close()
     records = tuple(found[ident] for ident in order)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import Any
+import multiprocessing
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -24,6 +26,7 @@ from qcap.vllm.scheduler import KeyParts, SchedulerSide
 from qcap.vllm.worker import WorkerSide, finish_in_process
 
 logger = logging.getLogger("qcap.vllm")
+T = TypeVar("T")
 if not logging.getLogger("qcap").handlers:
     logging.getLogger("qcap").parent = logging.getLogger("vllm")  # in an engine's process, qcap speaks where and as vLLM does
 
@@ -53,12 +56,18 @@ class QcapConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._engine_id = str(transfer.engine_id)
+        _refuse_parallelism(vllm_config.parallel_config)
+        if self._config.store.startswith("memory:") and multiprocessing.parent_process() is not None:
+            raise ConfigError(
+                "memory:// lives in one process, and this engine runs in another: use file://, or VLLM_ENABLE_V1_MULTIPROCESSING=0"
+            )
         try:
             group: CacheGroup | None = pick_group(kv_cache_config, _hidden_layers(vllm_config))
         except Unsupported as error:
             logger.warning("qcap captures nothing: %s", error)
             return
         assert group is not None
+        self._config = _with_safe_loading(self._config, vllm_config, group, len(kv_cache_config.kv_cache_groups))
         if self._config.chunk_size % group.block_size:
             raise ConfigError(
                 f"qcap.chunk_size {self._config.chunk_size} is not a multiple of the engine's block size {group.block_size}: "
@@ -78,7 +87,8 @@ class QcapConnector(KVConnectorBase_V1, SupportsHMA):
             backend=lambda: open_backend(self._config.store),
             speculative=getattr(vllm_config, "speculative_config", None) is not None,
             finish_now=lambda update, done: finish_in_process(self._engine_id, update, done),
-            note={"store": self._config.store, "engine_id": self._engine_id},
+            # It reaches API clients: a URL with credentials or options in it is not theirs to see.
+            note={"store": "" if set("@?") & set(self._config.store) else self._config.store, "engine_id": self._engine_id},
         )
 
     # ---- class level --------------------------------------------------------------------------------------------------------------
@@ -144,36 +154,78 @@ class QcapConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is not None:
             self._scheduler.close()
 
+    def _guarded(self, what: str, nothing: T, call: Callable[[SchedulerSide], T]) -> T:
+        """``call`` on the scheduler's half, or ``nothing`` if it is off. An error turns it off for good: the engine goes on without us."""
+        scheduler = self._scheduler
+        if scheduler is None:
+            return nothing
+        try:
+            return call(scheduler)
+        except Exception:
+            self._scheduler = None
+            logger.exception("qcap: %s failed; nothing is captured or loaded from now on, the engine goes on", what)
+            return nothing
+
     # ---- scheduler ----------------------------------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How much stored KV can be loaded beyond what vLLM has."""
-        if self._scheduler is None:
-            return 0, False
-        return self._scheduler.matched_tokens(request, num_computed_tokens), False
+        return self._guarded("matching", 0, lambda s: s.matched_tokens(request, num_computed_tokens)), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM gave the request its blocks."""
-        if self._scheduler is not None:
-            self._scheduler.allocated(request, num_external_tokens)
+        self._guarded("following a request", None, lambda s: s.allocated(request, num_external_tokens))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """What the workers must know of this step."""
-        return QcapMetadata(self._scheduler.step(scheduler_output) if self._scheduler is not None else Step(0))
+        return QcapMetadata(self._guarded("describing a step", Step(0), lambda s: s.step(scheduler_output)))
 
     def update_connector_output(self, connector_output: Any) -> None:
         """Remember which loads failed, so that they are not claimed again."""
         failed = getattr(connector_output, "invalid_block_ids", None)
-        if failed and self._scheduler is not None:
-            self._scheduler.load_failed(set(failed))
+        if failed:
+            self._guarded("noting a failed load", None, lambda s: s.load_failed(set(failed)))
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """A request ended; its blocks may be freed at once."""
-        return False, self._scheduler.finished(request) if self._scheduler is not None else None
+        return False, self._guarded("finishing a request", None, lambda s: s.finished(request))
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         """The same, for engines with several KV cache groups."""
         return self.request_finished(request, block_ids[0] if block_ids else [])
+
+
+def _refuse_parallelism(parallel: Any) -> None:
+    """Pipeline stages and context-parallel ranks would write different rows under one key.
+
+    Raises:
+        ConfigError: the engine uses one of them.
+    """
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if int(getattr(parallel, name, 1) or 1) > 1:
+            raise ConfigError(f"qcap does not support {name}={getattr(parallel, name)} yet: start the engine without it, or without qcap")
+
+
+def _with_safe_loading(config: CaptureConfig, vllm_config: Any, group: CacheGroup, groups: int) -> CaptureConfig:
+    """``config``, with loading off where vLLM would take tokens as computed whose rows a load does not bring, or could not survive a
+    failed load."""
+    if config.load == "off":
+        return config
+    cache_dtype = str(getattr(vllm_config.cache_config, "cache_dtype", "auto"))
+    own = str(vllm_config.model_config.dtype).removeprefix("torch.")
+    why = ""
+    if groups > 1 or not group.whole:
+        why = "layers outside the captured group keep their own cache, which is not stored"
+    elif cache_dtype not in ("auto", own):
+        why = f"the KV cache is {cache_dtype}"
+    if why:
+        logger.warning("qcap loads no stored KV here: %s", why)
+        return replace(config, load="off")
+    transfer = vllm_config.kv_transfer_config
+    if transfer.kv_load_failure_policy != "recompute":
+        logger.warning("qcap sets kv_load_failure_policy to 'recompute': KV that cannot be loaded is computed, not an error for the user")
+        transfer.kv_load_failure_policy = "recompute"
+    return config
 
 
 def _hidden_layers(vllm_config: Any) -> int | None:

@@ -42,20 +42,10 @@ def refusal(layer: Any) -> str:
     return ""
 
 
-_ropes_of_earlier_engines: set[int] = set()
-
-
 def engine_ropes() -> list[Any]:
-    """The rotary embedding modules that this engine's model was built with; empty if vLLM moved them.
-
-    vLLM keeps one module of each kind for the whole process, so those that an earlier engine left are not counted, unless this engine
-    brought no new one and so must share an earlier one's.
-    """
+    """The rotary embedding modules of this process (vLLM keeps one of each kind); empty if there are none, or vLLM moved them."""
     rotary_embedding = sys.modules.get("vllm.model_executor.layers.rotary_embedding")  # a model that rotates has imported it
-    modules = list(getattr(rotary_embedding, "_ROPE_DICT", {}).values())
-    new = [m for m in modules if id(m) not in _ropes_of_earlier_engines]
-    _ropes_of_earlier_engines.update(map(id, new))
-    return new or modules
+    return list(getattr(rotary_embedding, "_ROPE_DICT", {}).values())
 
 
 def slot_mapping_of(layer_name: str, attn_metadata: Any) -> torch.Tensor | None:

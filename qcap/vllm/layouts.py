@@ -34,6 +34,14 @@ class CacheGroup:
     num_blocks: int
     left_out: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def whole(self) -> bool:
+        """Whether it holds all of the target model's layers: only then may its pages be filled from a store."""
+        return all(reason == DRAFT for reason in self.left_out.values())
+
+
+DRAFT = "draft-model layer"
+
 
 def layer_number(name: str) -> int:
     """``model.layers.12.self_attn.attn`` -> 12; names without a number sort first."""
@@ -60,8 +68,9 @@ def pick_group(kv_cache_config: Any, num_hidden_layers: int | None) -> CacheGrou
         good = {}
         for name in group.layer_names:
             reason = _why_not(per_layer.get(name, spec))
-            if not reason and num_hidden_layers is not None and layer_number(name) >= num_hidden_layers:
-                reason = "draft-model layer"
+            drafts = name.startswith("draft_model.") or (num_hidden_layers is not None and layer_number(name) >= num_hidden_layers)
+            if not reason and drafts:
+                reason = DRAFT
             if reason:
                 left_out[name] = reason
             else:

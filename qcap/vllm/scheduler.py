@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +18,13 @@ from qcap.store.tiers import Backend
 from qcap.tokens import ChunkedTokenDatabase, ChunkKey, TokenChunk, check_salt
 
 logger = RateLimitedLog(logging.getLogger("qcap.vllm"))
+
+
+_uids = itertools.count(1)  # of the process: two engines in it never use one number twice
+
+RETRY_LOAD_S = 60.0
+"""A chunk whose load failed is not offered again for this long: each failure costs the request a recompute."""
+MAX_BAD = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,7 @@ class _Followed:
     chunks: list[TokenChunk] = field(default_factory=list)
     local: int = 0  # tokens in vLLM's own prefix cache at the last look
     load: tuple[int, int] | None = None
+    loading: tuple[str, ...] = ()  # digests of the chunks of its last load
     computed: int = 0  # the furthest position ever scheduled: vLLM's own count is 0 while a request is preempted
     admitted: bool = False  # scheduled at least once, so the worker knows it
 
@@ -78,10 +88,11 @@ class SchedulerSide:
         self._speculative, self._finish_now, self._note = speculative, finish_now, note
         self._database = ChunkedTokenDatabase(config.chunk_size)
         self._followed: dict[str, _Followed] = {}
-        self._next_uid, self._number = 1, 0
+        self._number = 0
         self._finished: list[FinishedRequest] = []
         self._last_tokens: list[TokenUpdate] = []
         self._load_failed: set[str] = set()
+        self._bad: dict[tuple[str, str], float] = {}  # (salt, digest) -> when a load of it failed
 
     # ---- matching -----------------------------------------------------------------------------------------------------------------
 
@@ -112,6 +123,8 @@ class SchedulerSide:
             kinds.append(CacheKind.QUERY)  # a chunk whose queries are not stored yet is computed, so that they are captured
         count = 0
         for chunk in chunks:
+            if time.monotonic() - self._bad.get((salt, chunk.digest), -RETRY_LOAD_S) < RETRY_LOAD_S:
+                break
             if not all(all(self._backend.contains(self._parts.keys(kind, chunk.digest, salt))) for kind in kinds):
                 break
             count += 1
@@ -122,9 +135,7 @@ class SchedulerSide:
         if followed is None or followed.request is not request:
             skip = _why_not(request)
             salt = "" if skip == "salt" else getattr(request, "cache_salt", None) or ""
-            followed = _Followed(self._next_uid, request, salt, skip)
-            self._followed[request.request_id] = followed
-            self._next_uid += 1
+            followed = self._followed[request.request_id] = _Followed(next(_uids), request, salt, skip)
         return followed
 
     def allocated(self, request: Any, external_tokens: int) -> None:
@@ -162,10 +173,10 @@ class SchedulerSide:
         tokens = [*self._last_tokens, *(update for f in self._followed.values() if (update := self._known(f)) is not None)]
         finished, self._finished, self._last_tokens = self._finished, [], []
         preempted = [f.uid for i in (output.preempted_req_ids or ()) if (f := self._followed.get(i)) is not None]
-        resampled = [
-            uid
-            for uid in preempted
-            if any(f.uid == uid and getattr(f.request, "drop_stale_output", False) for f in self._followed.values())
+        resampled = [  # 0.24 counts the tokens to throw away, 0.32 has a flag
+            f.uid
+            for f in self._followed.values()
+            if getattr(f.request, "async_tokens_to_discard", 0) or (f.uid in preempted and getattr(f.request, "drop_stale_output", False))
         ]
         scheduled = {r.uid for r in requests}
         for uid in preempted:
@@ -180,6 +191,7 @@ class SchedulerSide:
             tuple(loads),
             speculative=self._speculative,
             resampled=tuple(resampled),
+            overwritten=_overwritten(output),
         )
 
     def _plan(
@@ -200,6 +212,7 @@ class SchedulerSide:
             begin, until = followed.load
             followed.load = None
             chunks = followed.chunks[: -(-until // size)]
+            followed.loading = tuple(c.digest for c in chunks)
             loads.append(
                 LoadRequest(
                     followed.uid,
@@ -245,18 +258,29 @@ class SchedulerSide:
             self._finished.append(done)
         if not (self._config.kv or self._config.query):
             return None  # an engine that only loads leaves no receipts
-        return {"qcap": {**self._note, "request_id": request.request_id}}
+        return {"qcap": {**self._note, "request_id": request.request_id, "tp_size": self._parts.tp_size}}
 
     def load_failed(self, block_ids: set[int]) -> None:
         """The worker could not fill these blocks: whoever uses them is not offered the store again."""
         for request_id, followed in self._followed.items():
             if block_ids.intersection(followed.block_ids):
                 self._load_failed.add(request_id)
+                self._bad.update(dict.fromkeys(((followed.salt, digest) for digest in followed.loading), time.monotonic()))
+        while len(self._bad) > MAX_BAD:
+            del self._bad[next(iter(self._bad))]
 
     def close(self) -> None:
         """Let go of the store."""
         if self._backend is not None:
             self._backend.close()
+
+
+def _overwritten(output: Any) -> tuple[int, ...]:
+    """Blocks that vLLM zeroes, or copies others to, before the workers learn of the step."""
+    blocks = set(getattr(output, "new_block_ids_to_zero", None) or ())
+    for copy in getattr(output, "kv_cache_block_copies", None) or ():
+        blocks.add(int(copy[-1]))  # (from, to)
+    return tuple(sorted(blocks))
 
 
 def _why_not(request: Any) -> str:

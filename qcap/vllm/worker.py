@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import platform
 import weakref
+import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from qcap.attribution import FinishedRequest, LoadRequest, Step, TokenUpdate, ri
 from qcap.backends import open_backend
 from qcap.capture import Capture, Feature, HostBuffers, KVFeature, QueryFeature, Stager, ring_bytes
 from qcap.config import CaptureConfig
-from qcap.errors import GeometryMismatch, ObjectCorrupt, QcapError, Unsupported
+from qcap.errors import ConfigError, GeometryMismatch, ObjectCorrupt, QcapError, Unsupported
 from qcap.geometry import Geometry, Rope, dtype_name
 from qcap.kinds import CacheKind
 from qcap.rope import rope_from_hf_config
@@ -75,7 +76,8 @@ class WorkerSide:
             return
         device = next(t.device for t in kv_caches.values() if isinstance(t, torch.Tensor))
         geometry = self._geometry(names, layers)
-        buffers = HostBuffers(pinned=device.type == "cuda", keep_bytes=self._config.host_bytes)
+        host_bytes = self._host_bytes(geometry)
+        buffers = HostBuffers(pinned=device.type == "cuda", keep_bytes=host_bytes)
         stager = Stager(device, buffers)
         self._always_launch = device.type == "cuda"
         features: list[Feature] = []
@@ -86,7 +88,7 @@ class WorkerSide:
         self._pages = self._page_feature(geometry, layers, names, kv_caches, stager)
         if self._config.kv and self._pages is not None:
             features.append(self._pages)
-        backend = open_backend(self._config.store, on_pressure=self._config.on_pressure, host_bytes=self._config.host_bytes)
+        backend = open_backend(self._config.store, on_pressure=self._config.on_pressure, host_bytes=host_bytes)
         self.capture = Capture(
             geometry,
             backend,
@@ -95,15 +97,16 @@ class WorkerSide:
             write_receipts=geometry.tp_rank == 0 and (self._config.kv or self._config.query),
             buffers=buffers,
             counters=self.counters,
+            may_wait=self._config.on_pressure == "wait",
             refused={
                 kind: "unsupported"
                 for kind, wanted, got in ((CacheKind.KV, self._config.kv, self._pages), (CacheKind.QUERY, self._config.query, self._query))
                 if wanted and got is None
             },
         )
-        if geometry.tp_rank == 0:
+        if features:  # every rank checks; the manifest is rank 0's, and writing it again changes nothing
             try:
-                backend.put_manifest(geometry, [f.kind for f in features], self._engine_info(kv_caches))
+                backend.put_manifest(geometry.for_rank(0), [f.kind for f in features], self._engine_info(kv_caches))
             except GeometryMismatch:
                 if self._config.on_pressure == "wait":
                     raise
@@ -113,6 +116,8 @@ class WorkerSide:
         if self._query is not None:
             self.hooks = QueryHooks({name: layers[name] for name in names}, self._on_query)
             self.hooks.install()
+        if _local.get(self._engine_id, self) is not self:
+            raise ConfigError("two engines in this process share one kv_transfer_config: call transfer_config() once for each")
         _local[self._engine_id] = self
         for name, reason in self.refused.items():
             logger.warning("qcap leaves out layer %s: %s", name, reason)
@@ -129,7 +134,7 @@ class WorkerSide:
             rope = certified_rope(getattr(model, "hf_text_config", model.hf_config), engine_ropes())
         except QcapError as error:
             logger.warning("qcap cannot re-rotate this model's keys, so dropped tokens cannot be renumbered: %s", error)
-            rope = Rope(kind=f"unsupported: {error}")
+            rope = Rope(kind="unsupported")
         dtype = model.dtype if isinstance(model.dtype, torch.dtype) else getattr(torch, str(model.dtype).removeprefix("torch."))
         return Geometry(
             model=self.model_name,
@@ -149,10 +154,25 @@ class WorkerSide:
             total_num_kv_heads=model.get_total_num_kv_heads(),
         )
 
+    def _host_bytes(self, geometry: Geometry) -> int:
+        """What may wait to be written: as set, or two of the largest steps."""
+        kinds = [kind for kind, on in ((CacheKind.KV, self._config.kv), (CacheKind.QUERY, self._config.query)) if on]
+        tokens = self._vllm_config.scheduler_config.max_num_batched_tokens or 8192
+        chunks = 2 * -(-tokens // geometry.chunk_size)
+        wanted = chunks * sum(geometry.chunk_bytes(kind) for kind in kinds)
+        return self._config.host_bytes or min(max(wanted, 256 << 20), 8 << 30)
+
     def _query_feature(
         self, geometry: Geometry, layers: Mapping[str, Any], names: list[str], device: torch.device, stager: Stager
     ) -> QueryFeature | None:
         refused = QueryHooks({name: layers[name] for name in names}, self._on_query).refused
+        drafting = getattr(self._vllm_config, "speculative_config", None) is not None
+        if drafting and getattr(self._vllm_config.scheduler_config, "async_scheduling", False):
+            # The scheduler then counts every draft as accepted, so the positions it announces may be too high, and a rejected draft's row
+            # in the block before could pass for the right one.
+            refused = dict.fromkeys(
+                names, "drafts with asynchronous scheduling: start the engine with async_scheduling=False"
+            )
         if refused:
             self.refused.update(refused)
             logger.error("qcap cannot take queries of this model: %s", next(iter(refused.values())))
@@ -166,6 +186,13 @@ class WorkerSide:
         logger.info(
             "qcap query ring: %d blocks of %d tokens, %.1f MiB on %s", blocks, n, ring_bytes(geometry, blocks, dtype) / 2**20, device
         )
+        needed = ring_bytes(geometry, blocks, dtype)
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else needed
+        if needed > free:
+            raise ConfigError(
+                f"the query ring of {blocks} blocks needs {needed / 2**30:.1f} GiB, and the device has {free / 2**30:.1f} GiB left: lower "
+                "gpu_memory_utilization or max_num_seqs, or set qcap.q.ring_blocks"
+            )
         graph_rows = max(getattr(self._vllm_config.compilation_config, "cudagraph_capture_sizes", None) or [0])
         return QueryFeature(
             geometry,
@@ -226,8 +253,15 @@ class WorkerSide:
             return
         loads, self._step = step.loads, None
         for load in loads:
+            loaded: list[LoadedChunk] = []
+            problem: Exception | None = None
             try:
-                self._load(load)
+                loaded = self._fetch(load)
+            except Exception as error:
+                problem = error
+            try:
+                self._agree(problem, loaded)
+                self._put(load, loaded)
                 self.counters["load.tokens"] += load.end - load.start
             except Exception as error:
                 self.counters["load.failed"] += 1
@@ -240,23 +274,54 @@ class WorkerSide:
                 if self.capture is not None:
                     self.capture.mark_invalid(blocks, "load-failed")
 
-    def _load(self, load: LoadRequest) -> None:
-        capture, pages = self.capture, self._pages
-        if capture is None or pages is None:
+    def _fetch(self, load: LoadRequest) -> list[LoadedChunk]:
+        """The load's chunks, all checked before the first page is written."""
+        capture = self.capture
+        if capture is None or self._pages is None:
             raise Unsupported(self.refused.get("kv", "this engine's KV layout is not certified"))
-        geometry = capture.geometry
-        n, size = geometry.block_size, geometry.chunk_size
-        loaded = []
-        for index in range(load.start // size, -(-load.end // size)):  # all checked before the first page is written
-            key = chunk_key(CacheKind.KV, geometry, load.digests[index], load.salt)
-            chunk = capture.backend.load(key)
+        geometry, size = capture.geometry, capture.geometry.chunk_size
+        loaded: list[LoadedChunk] = []
+        first = load.start // size
+        before = first - 1 if load.salt and first else first  # an edit's chunks stand together: the one before says whether they do
+        for index in range(before, -(-load.end // size)):
+            chunk = capture.backend.load(chunk_key(CacheKind.KV, geometry, load.digests[index], load.salt))
             if chunk is None:
+                if index < first:
+                    continue
                 raise QcapError(f"chunk {index} is no longer in the store")
             self._check(chunk, geometry, load.token_ids[index * size : (index + 1) * size], index * size)
-            loaded.append((index, chunk.tensor))
-        for index, tensor in loaded:
-            first, last = max(load.start, index * size), min(load.end, (index + 1) * size)
-            pages.put(load.block_ids[first // n : last // n], tensor[:, :, first - index * size : last - index * size])
+            if loaded and chunk.record.edit not in ("", loaded[-1].record.edit):
+                raise ObjectCorrupt(
+                    f"chunk {index} is of an edit that the chunk before it is not of: two were mixed, or one was stored half"
+                )
+            loaded.append(chunk)
+        return [chunk for chunk in loaded if chunk.record.start >= first * size]
+
+    def _agree(self, problem: Exception | None, loaded: list[LoadedChunk]) -> None:
+        """All tensor-parallel ranks load the same chunks of the same edit, or none does.
+
+        Raises:
+            Exception: this rank's ``problem``, or that another rank had one.
+        """
+        if self.capture is not None and self.capture.geometry.tp_size > 1:
+            from vllm.distributed import get_tp_group
+
+            edits = zlib.crc32("\n".join(chunk.record.edit for chunk in loaded).encode())
+            mine = torch.tensor([problem is None, edits, -edits], dtype=torch.int64)
+            torch.distributed.all_reduce(mine, op=torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
+            good, low, high = (int(v) for v in mine)
+            if problem is None and (not good or low != -high):
+                raise QcapError("another rank cannot load these chunks" if not good else "the ranks' chunks are of different edits")
+        if problem is not None:
+            raise problem
+
+    def _put(self, load: LoadRequest, loaded: list[LoadedChunk]) -> None:
+        assert self.capture is not None and self._pages is not None
+        n, size = self.capture.geometry.block_size, self.capture.geometry.chunk_size
+        for chunk in loaded:
+            start = chunk.record.start
+            first, last = max(load.start, start), min(load.end, start + size)
+            self._pages.put(load.block_ids[first // n : last // n], chunk.tensor[:, :, first - start : last - start])
 
     @staticmethod
     def _check(chunk: LoadedChunk, geometry: Geometry, token_ids: tuple[int, ...], start: int) -> None:
@@ -264,6 +329,8 @@ class WorkerSide:
         geometry.check_same(record.geometry, "the stored chunk")
         if record.kind is not CacheKind.KV or record.token_ids != token_ids:
             raise ObjectCorrupt(f"the object under this key holds other tokens ({record.kind.value} from {record.start})")
+        if record.start != start:
+            raise ObjectCorrupt(f"the object under this key starts at token {record.start}, not {start}")
         if record.positions != tuple(range(start, start + len(token_ids))):
             raise Unsupported("its keys keep the positions they had before tokens were dropped; an engine needs them renumbered")
 
@@ -323,38 +390,47 @@ class WorkerSide:
 
 
 def certified_rope(config: Any, modules: Sequence[Any]) -> Rope:
-    """The model's rope as its config has it, if the engine's own cos/sin table agrees.
+    """The model's rope as its config has it, if one of the engine's own cos/sin tables agrees.
 
     Args:
         config: the HF (text) config.
-        modules: the engine's rotary embedding modules.
+        modules: the rotary embedding modules of this process: the model's, and those of earlier engines, draft models, vision towers.
 
     Raises:
-        Unsupported: the config's rope cannot be re-rotated, layers rotate in more than one way, or the engine's table says otherwise.
+        Unsupported: the config's rope cannot be re-rotated, or no table of the engine says the same.
     """
-    styles = {bool(m.is_neox_style) for m in modules if hasattr(m, "is_neox_style")}
-    tables = [m.cos_sin_cache for m in modules if isinstance(getattr(m, "cos_sin_cache", None), torch.Tensor)]
-    if len(styles) > 1 or len(tables) > 1:
-        raise Unsupported(f"the engine rotates in {len(tables)} ways, one for some layers and another for others")
-    rope = rope_from_hf_config(config, interleaved=None if not styles else not styles.pop())
+    said = rope_from_hf_config(config)
+    if said.kind == "none":
+        return said
+    if not modules:
+        raise Unsupported(f"the config says rope {said.kind!r}, but the engine shows no table to check it against")
+    agreeing: list[Rope] = []
+    refusals: list[str] = []
+    for module in modules:
+        rope = rope_from_hf_config(config, interleaved=not getattr(module, "is_neox_style", True))
+        problem = _table_differs(rope, getattr(module, "cos_sin_cache", None))
+        if problem:
+            refusals.append(problem)
+        elif rope not in agreeing:
+            agreeing.append(rope)
+    if len(agreeing) != 1:
+        raise Unsupported("; ".join(refusals) if not agreeing else "modules of both pairings agree with the config's rope")
+    return agreeing[0]
+
+
+def _table_differs(rope: Rope, table: Any) -> str:
+    """Why an engine's ``cos_sin_cache`` ``[positions, rotary_dim]`` (cos, then sin) is not that of ``rope``; "" if it is."""
     inv_freq = rope.inv_freq().double()
-    if not tables:
-        if rope.kind != "none":
-            raise Unsupported(f"the config says rope {rope.kind!r}, but the engine shows no table to check it against")
-        return rope
-    table = tables[0]
-    if table.dim() != 2 or table.shape[1] != 2 * len(inv_freq):
-        raise Unsupported(f"the config rotates {2 * len(inv_freq)} dims, the engine's table is {tuple(table.shape)}")
+    if not isinstance(table, torch.Tensor) or table.dim() != 2 or table.shape[1] != 2 * len(inv_freq):
+        return f"the config rotates {2 * len(inv_freq)} dims, the engine's table is {getattr(table, 'shape', None)}"
     at = torch.tensor(sorted({1, 2, 17, 100, table.shape[0] // 3, table.shape[0] - 1}))
     cos, sin = table[at.to(table.device)].double().cpu().chunk(2, dim=1)
     size = (cos**2 + sin**2).sqrt()  # yarn scales both by one factor
     angles = at[:, None].double() * inv_freq
     error = max(float((cos / size - angles.cos()).abs().max()), float((sin / size - angles.sin()).abs().max()))
     rounded = table.dtype in (torch.bfloat16, torch.float16)
-    limit = 2e-2 if rounded else 2e-6 * float(at.max())  # a float32 angle is wrong by up to 6e-8 of itself
-    if error > max(limit, 1e-5):
-        raise Unsupported(f"the config's rope {rope.kind!r} and the engine's table differ by {error:.1g}")
-    return rope
+    limit = max(1e-5, 2e-2 if rounded else 2e-6 * float(at.max()))  # a float32 angle is wrong by up to 6e-8 of itself
+    return f"the config's rope {rope.kind!r} and the engine's table differ by {error:.1g}" if error > limit else ""
 
 
 def _rank(parallel: Any) -> int:

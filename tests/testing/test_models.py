@@ -58,8 +58,10 @@ class TestBuildOnce:
         first = threading.Thread(target=folders.build_once, args=("model", slow))
         first.start()
         assert inside.wait(20)
-        second = threading.Thread(target=folders.build_once, args=("model", lambda folder: built.append("second")))
+        second_built = threading.Event()
+        second = threading.Thread(target=folders.build_once, args=("model", lambda folder: (built.append("second"), second_built.set())))
         second.start()
+        second_built.wait(1)  # time to do it wrong
         go.set()
         first.join(20)
         second.join(20)

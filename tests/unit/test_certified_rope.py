@@ -40,10 +40,15 @@ def test_the_engine_knows_the_pairs() -> None:
     assert not certified_rope({**CONFIG, "model_type": "glm"}, [module()]).interleaved
 
 
+def test_ropes_of_others_do_not_matter() -> None:
+    """An earlier engine, a draft model or a vision tower may have left a table of its own."""
+    assert certified_rope(CONFIG, [module(theta=5e5), module(), module(dim=8)]) == rope_from_hf_config(CONFIG)
+
+
 @pytest.mark.parametrize(
     "modules",
-    [[module(theta=10100.0)], [module(theta=10100.0, dtype=torch.bfloat16)], [module(), module(theta=5e5)], [module(dim=8)], []],
-    ids=["other theta", "other theta in bf16", "two ropes", "fewer dims", "no table"],
+    [[module(theta=10100.0)], [module(theta=10100.0, dtype=torch.bfloat16)], [module(), module(neox=False)], [module(dim=8)], []],
+    ids=["other theta", "other theta in bf16", "both pairings", "fewer dims", "no table"],
 )
 def test_a_table_that_differs_is_unsupported(modules: list[SimpleNamespace]) -> None:
     """A wrong rotation is worse than none."""

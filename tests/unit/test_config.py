@@ -15,7 +15,7 @@ STORE = {"qcap.store": "memory://x"}
 def test_defaults() -> None:  # P1 P3 P4
     config = CaptureConfig.from_extra(STORE)
     assert (config.query, config.kv, config.chunk_size, config.on_pressure, config.load) == (False, True, 256, "skip", "salted")
-    assert (config.ring_blocks, config.ring_depth, config.host_bytes, config.model_name) == (None, 2, 256 << 20, None)
+    assert (config.ring_blocks, config.ring_depth, config.host_bytes, config.model_name) == (None, 2, None, None)
 
 
 @pytest.mark.parametrize(

@@ -236,7 +236,7 @@ def test_an_end_is_told_at_once_in_this_process():
     request.all_token_ids.append(50)
     request.num_computed_tokens = 10
     answer = rig.side.finished(request)
-    assert answer == {"qcap": {"store": "memory://s", "engine_id": "e", "request_id": "a"}}
+    assert answer == {"qcap": {"store": "memory://s", "engine_id": "e", "request_id": "a", "tp_size": 1}}
     assert rig.told == [(TokenUpdate(uid, 10, (50,)), FinishedRequest(uid, 11, 10, 10))]
     step = rig.step()
     assert step.finished == () and step.tokens == ()
@@ -398,14 +398,17 @@ def test_vllm_may_refuse_the_load():  # skip_reading_prefix_cache: asked, then z
     assert rig.admit(make_request(), [1, 2, 3], 10, external=0).loads == ()
 
 
-def test_a_failed_load_is_not_offered_again():  # or the engine would try for ever
+def test_a_failed_load_is_not_offered_again(monkeypatch):  # or the engine would try for ever
     rig = Rig()
     rig.put(range(8))
     request = make_request()
     rig.admit(request, [7, 2, 5], 2, computed=8)
     rig.side.load_failed({2})
     assert rig.side.matched_tokens(request, 0) == 0
-    assert rig.side.matched_tokens(make_request("b"), 0) == 8
+    assert rig.side.matched_tokens(make_request("b"), 0) == 0  # nor to others: each failure costs a recompute
+    now = scheduler_module.time.monotonic()
+    monkeypatch.setattr(scheduler_module.time, "monotonic", lambda: now + scheduler_module.RETRY_LOAD_S + 1)
+    assert rig.side.matched_tokens(make_request("c"), 0) == 8  # but not for ever
     rig.side.finished(request)
     assert not rig.side._load_failed
 

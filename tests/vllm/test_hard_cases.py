@@ -9,7 +9,7 @@ import jobs
 import pytest
 import torch
 from compare import NOISE, row_errors
-from test_capture import assert_nothing_left
+from test_engine_capture import assert_nothing_left
 
 from qcap.backends import open_backend
 from qcap.geometry import Geometry
