@@ -170,9 +170,7 @@ class WorkerSide:
         if drafting and getattr(self._vllm_config.scheduler_config, "async_scheduling", False):
             # The scheduler then counts every draft as accepted, so the positions it announces may be too high, and a rejected draft's row
             # in the block before could pass for the right one.
-            refused = dict.fromkeys(
-                names, "drafts with asynchronous scheduling: start the engine with async_scheduling=False"
-            )
+            refused = dict.fromkeys(names, "drafts with asynchronous scheduling: start the engine with async_scheduling=False")
         if refused:
             self.refused.update(refused)
             logger.error("qcap cannot take queries of this model: %s", next(iter(refused.values())))

@@ -225,7 +225,7 @@ def test_the_forbidden_is_seen(what, text):
 
 
 def test_the_top_level_is_small():
-    allowed = {"pyproject.toml", "README.md", "LICENSE", "Makefile", "qcap", "notebooks", "tests", "docs", "benchmarks"}
+    allowed = {"pyproject.toml", "README.md", "Makefile", "qcap", "notebooks", "tests", "docs", "benchmarks"}
     names = {path.relative_to(ROOT).parts[0] for path in tree()}
     assert {name for name in names if not name.startswith(".")} <= allowed
 
