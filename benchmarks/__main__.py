@@ -38,17 +38,17 @@ def main() -> int:
                 failed.append(op)
     rates, at = harness.copy_rates(), harness.commit()
     title = f"{torch.cuda.get_device_name()}, {at}: device copy {rates['device']:.0f} GB/s, pinned copy {rates['pinned']:.1f} GB/s"
-    table = Table("op", "shape", "p20 us", "p50 us", "p80 us", "GB/s", "of copy", title=title)
+    table = Table("op", "shape", "p20 us", "p50 us", "p80 us", "GB/s", "of copy", "of same size", title=title)
     lines = []
     for op in ops:
         if op in failed:
-            table.add_row(op, "tests failed", *[""] * 5)
+            table.add_row(op, "tests failed", *[""] * 6)
             continue
         for case in harness.REGISTRY[op]():
             row = harness.measure(case, rates, at)
             lines.append(harness.to_json(row))
             spread = (f"{t:.1f}" for t in (row.us_p20, row.us_p50, row.us_p80))
-            table.add_row(op, row.shape, *spread, f"{row.gb_s:.0f}", f"{row.share:.1%}")
+            table.add_row(op, row.shape, *spread, f"{row.gb_s:.0f}", f"{row.share:.1%}", f"{row.share_of_same_copy:.1%}")
     Console(width=140).print(table)
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)

@@ -12,8 +12,8 @@ from qcap import kernels
 
 @benchmark
 def cases() -> Iterator[Case]:
-    """All queries of 8k tokens, and the last 64 of 32k (SnapKV's window)."""
-    for tokens, window in ((8192, 0), (32768, 64)):
+    """All queries of 8k and 32k tokens, and the last 64 of 32k (SnapKV's window)."""
+    for tokens, window in ((8192, 0), (32768, 0), (32768, 64)):
         count = window or tokens
         q = torch.randn(count, 32, 128, device="cuda", dtype=torch.bfloat16)
         k = torch.randn(tokens, 8, 128, device="cuda", dtype=torch.bfloat16)

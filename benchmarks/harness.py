@@ -37,7 +37,8 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """One measured case: microseconds at the 20th, 50th and 80th percentile, GB/s and share of the copy rate at the median."""
+    """One measured case: microseconds at the 20th, 50th and 80th percentile, GB/s at the median, its share of the copy rate, and of what a
+    contiguous device copy of as many bytes reaches."""
 
     op: str
     shape: str
@@ -47,6 +48,7 @@ class Row:
     nbytes: int
     gb_s: float
     share: float
+    share_of_same_copy: float
     commit: str
     device: str
     torch: str

@@ -113,7 +113,9 @@ def _attention_mass(name: str, kernel: str, dtype: str, head_size: int, block: i
     }
     types |= {"sliding_window": "i32"}
     types |= {f"{which}_stride_{axis}": "i64" for which in ("q", "k") for axis in ("token", "head")}
-    if kernel == "column_sums_kernel":
+    if kernel == "row_lse_kernel":
+        types |= {"stride_head": "i64", "keys_per_split": "i32"}
+    else:
         types |= {"sums_ptr": "*fp32", "first_query": "i32"}
     constants = {
         "q_stride_dim": 1,
@@ -127,6 +129,11 @@ def _attention_mass(name: str, kernel: str, dtype: str, head_size: int, block: i
         "BLOCK_D": max(16, triton.next_power_of_2(head_size)),
     }
     return Case(name, "attention_mass", kernel, types, constants)
+
+
+def _join_lse() -> Case:
+    types = {"parts_ptr": "*fp32", "lse_ptr": "*fp32", "stride_head": "i64", "num_queries": "i32"}
+    return Case("attention_mass join_lse_kernel", "attention_mass", "join_lse_kernel", types, {"SPLITS": 20, "BLOCK_S": 32, "BLOCK_M": 64})
 
 
 CASES: tuple[Case, ...] = (
@@ -149,6 +156,7 @@ CASES: tuple[Case, ...] = (
         for kernel in ("row_lse_kernel", "column_sums_kernel")
         for dtype, size, block, options in (("bf16", 128, 64, False), ("fp32", 80, 32, True))
     ),
+    _join_lse(),
 )
 
 

@@ -53,6 +53,8 @@ SHAPES = [  # TQ, T, HQ, HK, D
     (65, 65, 3, 1, 80),
     (20, 97, 4, 4, 16),
     (70, 131, 2, 1, 128),
+    (1, 700, 2, 1, 16),  # few queries of many keys: the keys are split
+    (20, 601, 4, 2, 16),
 ]
 OPTIONS = [
     {},
