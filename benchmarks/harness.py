@@ -66,8 +66,9 @@ def benchmark(function: Registration) -> Registration:
 
 
 def timings(run: Callable[[], None], *, repeats: int = 40, warm_up: int = 5) -> list[float]:
-    """Microseconds of each of ``repeats`` runs, by events on the device, with the caches swept in between."""
-    sweep = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+    """Microseconds of each of ``repeats`` runs, by events on the device. A sweep in between empties the caches and
+    gives the host time to queue the run, so that launch gaps stay out of the figure."""
+    sweep = torch.empty(1 << 30, dtype=torch.int8, device="cuda")
     for _ in range(warm_up):
         run()
     spans = []
@@ -105,10 +106,12 @@ def measure(case: Case, rates: dict[str, float], at: str) -> Row:
     times = timings(case.run)
     p20, p50, p80 = (times[int(len(times) * q)] for q in (0.2, 0.5, 0.8))
     rate = case.nbytes / p50 / 1e3
-    device = torch.cuda.get_device_name()
-    return Row(
-        case.op, case.shape, p20, p50, p80, case.nbytes, rate, rate / rates[case.rate], at, device, torch.__version__, triton.__version__
-    )
+    source = torch.empty(max(case.nbytes // 2, 1), dtype=torch.int8, device="cuda").random_()
+    target = torch.empty_like(source)
+    same = timings(lambda: target.copy_(source))
+    shares = (rate / rates[case.rate], same[len(same) // 2] / p50)
+    versions = (torch.cuda.get_device_name(), torch.__version__, triton.__version__)
+    return Row(case.op, case.shape, p20, p50, p80, case.nbytes, rate, *shares, at, *versions)
 
 
 def to_json(row: Row) -> str:

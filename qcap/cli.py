@@ -73,10 +73,16 @@ def ls(
     limit: Annotated[int, typer.Option(min=0, help="Sequences to list, the newest; 0 for all.")] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """List a store's models and captured sequences."""
+    """List a store's models and captured sequences. Exit code 1 if the folder does not exist."""
     from qcap.backends import open_backend
     from qcap.store.urls import open_tier
+    from qcap.store.verify import nothing_at
 
+    if nothing := nothing_at(url):
+        if as_json:
+            _print_json({"url": url, "objects": 0, "bytes": 0, "models": [], "sequences": []})
+        Console(stderr=as_json).print(Text(nothing.reason), soft_wrap=True)
+        raise typer.Exit(0 if nothing.exists else 1)
     entries = list(open_tier(url).list_objects())
     backend = open_backend(url)
     try:
@@ -272,8 +278,8 @@ def verify(
     as_json: AsJson = False,
     delete: Annotated[bool, typer.Option("--delete", help="Remove damaged files, so that they can be captured or stored again.")] = False,
 ) -> None:
-    """Read every object of a store and check headers, keys and checksums. Exit code 1 if anything is wrong."""
-    from qcap.store.verify import delete_bad, verify_store
+    """Read every object of a store and check headers, keys and checksums. Exit code 1 if anything is wrong or nothing is there."""
+    from qcap.store.verify import delete_bad, nothing_at, verify_store
 
     if as_json:
         report = verify_store(url)
@@ -282,7 +288,8 @@ def verify(
     if as_json:
         _print_json(
             {
-                "url": url, "ok": report.ok, "objects": report.objects, "bytes": report.nbytes, "manifests": report.manifests,
+                "url": url, "ok": report.ok and not report.empty, "empty": report.empty,
+                "objects": report.objects, "bytes": report.nbytes, "manifests": report.manifests,
                 "sequences": report.sequences, "bad": [{"path": b.path, "reason": b.reason} for b in report.bad],
                 "stale_staging": report.stale_staging,
             }
@@ -294,10 +301,13 @@ def verify(
         if report.stale_staging:
             console.print(f"{len(report.stale_staging)} files under staging/ were left by killed processes; they are safe to remove.")
         what = f"{report.objects} objects ({_size(report.nbytes)}), {report.manifests} manifests, {report.sequences} receipts"
-        console.print(Text(f"{what}: " + ("all sound" if report.ok else f"{len(report.bad)} bad")), soft_wrap=True)
+        if not report.empty:
+            console.print(Text(f"{what}: " + ("all sound" if report.ok else f"{len(report.bad)} bad")), soft_wrap=True)
+    if report.empty and (nothing := nothing_at(url)):
+        Console(stderr=as_json).print(Text(nothing.reason), soft_wrap=True)
     if delete and (report.bad or report.stale_staging):
         Console(stderr=True).print(f"{delete_bad(url, report)} files removed")
-    if not report.ok:
+    if report.empty or not report.ok:
         raise typer.Exit(1)
 
 
@@ -347,7 +357,11 @@ def demo(
 
     folder, name = find_model(model, dtype)
     settings = DemoSettings(out=str(out), model=str(folder), model_name=name, dtype=dtype, new_tokens=new_tokens, keep=keep, seed=seed)
-    run(settings, Console())
+    try:
+        run(settings, Console())
+    except KeyboardInterrupt:
+        Console(stderr=True).print("interrupted; nothing of this run is kept")
+        raise typer.Exit(130) from None
 
 
 # -- output -----------------------------------------------------------------------------------------------------------

@@ -36,6 +36,8 @@ def parse_int(key: str, value: Any, minimum: int | None = None) -> int:
         ConfigError: not an integer, or too small.
     """
     try:
+        if isinstance(value, bool | float):
+            raise TypeError
         number = int(value)
     except (TypeError, ValueError):
         raise ConfigError(f"{key} must be an integer, got {value!r}") from None

@@ -11,6 +11,7 @@ import torch
 
 import qcap
 from qcap.demo.progress import Clock, Reporter, stage_main
+from qcap.demo.prompts import picture_names
 from qcap.demo.settings import POLICIES, DemoSettings
 from qcap.errors import CaptureEmpty
 from qcap.geometry import Geometry
@@ -152,7 +153,7 @@ def _one_prompt(
     coverages = {kind: context.coverage(ids, computed_tokens=len(ids) - 1) for kind, context in contexts.items()}
     tensors = {kind: context.retrieve(ids[:-1]) for kind, context in contexts.items()}
     reporter.step(7, f"{name}: drawing")
-    pictures = {"coverage": f"coverage-{name}.png", "attention": f"attention-{name}.png"}
+    pictures = picture_names(name)
     _save(plots.coverage_bar(*coverages.values()), settings, pictures["coverage"])
     result: dict[str, Any] = {
         "name": name,

@@ -57,7 +57,7 @@ def _policies(report: Mapping[str, Any]) -> str:
         loaded = ", ".join(f"{a} of {b}" for a, b in zip(policy["loaded_tokens"], policy["stored_tokens"], strict=True))
         rows.append(
             [
-                f"<b>{escape(name)}</b><br>{escape(_WORDS.get(name, name))}", f"{policy['kept']:.0%}", loaded,
+                f"<b>{escape(name)}</b><br>{escape(_WORDS.get(name, name))}", _kept(policy), loaded,
                 f"{policy['top1_agreement']:.1%}", f"{policy['logit_kl']:.3g}", _said(policy["text"]),
             ]
         )  # fmt: skip
@@ -72,6 +72,12 @@ def _policies(report: Mapping[str, Any]) -> str:
         "policy has seen it."
     )
     return f'<h2>Going on from three caches</h2>{table}<p class="note">{escape(note)}</p>'
+
+
+def _kept(policy: Mapping[str, Any]) -> str:
+    """The share, and why it is not what was asked for."""
+    why = f'<div class="why">{policy["keep"]:.0%} asked for, rounded down to whole chunks</div>' if policy["kept"] < policy["keep"] else ""
+    return f"{policy['kept']:.1%}{why}"
 
 
 def _said(text: str) -> str:

@@ -56,6 +56,11 @@ TEXTS: tuple[tuple[str, str], ...] = (("hives", _SHORT), ("harbour", _MEDIUM), (
 """(name, text), shortest first."""
 
 
+def picture_names(prompt: str) -> dict[str, str]:
+    """The files drawn for a prompt of :data:`TEXTS`, by what they show."""
+    return {"coverage": f"coverage-{prompt}.png", "attention": f"attention-{prompt}.png"}
+
+
 def prompt_ids(tokenizer: Any, text: str) -> list[int]:
     """Token ids of ``text`` as one user turn of the model's chat, or as they are where the model has no chat template."""
     if getattr(tokenizer, "chat_template", None):

@@ -96,9 +96,11 @@ def summary_table(report: Mapping[str, Any]) -> Table:
     """The three texts with their figures, and what was covered."""
     coverage = ", ".join(f"{kind} {share:.0%}" for kind, share in report["coverage"].items())
     seconds = report["seconds"]
+    less = any(policy["kept"] < policy["keep"] for policy in report["policies"].values())
+    rounded = "; kept is rounded down to whole chunks" if less else ""
     table = Table(
         title=f"{report['geometry']['model']}: going on from three caches",
-        caption=f"coverage: {coverage}; skipped: {report['skipped'] or 'nothing'}; {seconds['total']:.0f} s",
+        caption=f"coverage: {coverage}; skipped: {report['skipped'] or 'nothing'}; {seconds['total']:.0f} s{rounded}",
         show_lines=True,
     )
     for name in ("cache", "kept", "loaded tokens", "top-1", "KL (nats)", "text (first prompt)"):

@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from qcap.demo.progress import LISTENER
+from qcap.demo.prompts import TEXTS, picture_names
 from qcap.demo.report import problems, summary_table, write_report
 from qcap.demo.settings import DemoSettings
 from qcap.errors import ConfigError, QcapError
@@ -70,8 +71,24 @@ def run(settings: DemoSettings, console: Console) -> dict[str, Any]:
         DemoFailed: a stage died, coverage is not 100 %, something was skipped, or tokens were not loaded. Where all stages ran, the report
             is written all the same.
         ConfigError: ``out/store`` is there and is not a store.
+        KeyboardInterrupt: the stage that ran has been ended and what this run made is taken away.
     """
     _clear(settings)
+    try:
+        return _run(settings, console)
+    except KeyboardInterrupt:
+        _clear(settings)
+        for stage in STAGES:
+            (settings.work / f"{stage}.log").unlink(missing_ok=True)
+        for name, _ in TEXTS:
+            for picture in picture_names(name).values():
+                (settings.folder / picture).unlink(missing_ok=True)
+        (settings.work / "settings.json").unlink(missing_ok=True)
+        raise
+
+
+def _run(settings: DemoSettings, console: Console) -> dict[str, Any]:
+    """The stages and the report."""
     path = settings.write()
     seconds: dict[str, float] = {}
     began = time.monotonic()
@@ -123,23 +140,25 @@ def _run_stage(stage: str, path: Path, settings: DemoSettings, console: Console,
         )
     os.close(write_fd)
     heard = _Heard()
+    stream = os.fdopen(read_fd, encoding="utf-8", errors="replace")
+    ear = threading.Thread(target=heard.listen, args=(stream,), name=f"qcap-demo-{stage}", daemon=True)
+    ear.start()
     try:
-        with os.fdopen(read_fd, encoding="utf-8", errors="replace") as stream:
-            ear = threading.Thread(target=heard.listen, args=(stream,), name=f"qcap-demo-{stage}", daemon=True)
-            ear.start()
-            progress.start_task(task)
-            shown = ""
-            while child.poll() is None:
-                with heard.lock:
-                    total, done, text = heard.total, heard.done, heard.text
-                progress.update(task, total=total, completed=done, now=text)
-                if text != shown and not console.is_terminal:
-                    console.print(f"{TITLES[stage]}: {text}")
-                shown = text
-                time.sleep(_POLL_S)
-            ear.join(timeout=5)
+        progress.start_task(task)
+        shown = ""
+        while child.poll() is None:
+            with heard.lock:
+                total, done, text = heard.total, heard.done, heard.text
+            progress.update(task, total=total, completed=done, now=text)
+            if text != shown and not console.is_terminal:
+                console.print(f"{TITLES[stage]}: {text}")
+            shown = text
+            time.sleep(_POLL_S)
     finally:
-        _end(child)
+        _end(child)  # before the stream is closed: closing waits for the listener's read, which ends with the last writer
+        ear.join(timeout=5)
+        if not ear.is_alive():
+            stream.close()
     if child.returncode:
         why = heard.error or _last_line(log_path)
         raise DemoFailed(f"stage {stage!r} ended with code {child.returncode}: {why}. Its log is {log_path}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from qcap.backends import open_backend
-from qcap.errors import ModelNotFound
+from qcap.errors import ConfigError, ModelNotFound
 from qcap.geometry import Geometry, dtype_name, parse_dtype
 from qcap.kinds import CacheKind
 from qcap.sdk.context import CacheContext
@@ -39,14 +39,15 @@ def connect(
         A :class:`CacheContext`. Close it, or use it as a context manager.
 
     Raises:
-        ValueError: an unknown kind or dtype, or a timeout that is not positive.
+        ConfigError: an unknown kind or dtype (also a ValueError).
+        ValueError: a timeout that is not positive.
         ModelNotFound: nothing there, nothing of this model or kind, or more than one capture fits; the message lists what there is.
         StoreUnavailable: the URL cannot be opened.
 
     Does not:
         Write anything: no registration, no layout entry, no lease. A context may idle for as long as the store exists.
     """
-    wanted_kind = CacheKind.parse(kind)
+    wanted_kind = _kind(kind)
     wanted_dtype = None if dtype is None else dtype_name(parse_dtype(dtype))
     if timeout_s <= 0:
         raise ValueError(f"timeout_s must be positive, got {timeout_s}")
@@ -57,6 +58,13 @@ def connect(
     except BaseException:
         backend.close()
         raise
+
+
+def _kind(kind: CacheKind | str) -> CacheKind:
+    try:
+        return CacheKind.parse(kind)
+    except ValueError as error:
+        raise ConfigError(f"connect(kind=...): {error}") from None
 
 
 def _pick(

@@ -180,14 +180,15 @@ class CacheContext:
             salt: the edit's name in the keys (:func:`qcap.edits.salt_for` makes one); never "".
             positions: what each row's rotation stands for, ``[T]``; ``0..T-1`` if not given.
             edit: how the edit came about, for the objects' headers: JSON text or a mapping.
-            overwrite: replace other content under this salt.
+            overwrite: replace other content under this salt. An engine that has already served a request with this salt still holds the
+                old rows in its own prefix cache and goes on from them until ``llm.reset_prefix_cache()``: a fresh salt needs no reset.
 
         Returns:
             True if every whole chunk is in the store (also when it already was, byte for byte). False if there is less than one whole
             chunk: nothing was written, the store was not asked.
 
         Raises:
-            ShapeError: the tensor does not fit the model or the tokens.
+            ShapeError: not a tensor, or it does not fit the model or the tokens.
             TokenError: no or unusable tokens, salt or positions.
             EditConflict: other content is stored under this salt; nothing was written.
             StoreError: a chunk could not be published within ``timeout_s``.
@@ -195,8 +196,11 @@ class CacheContext:
         Does not:
             Store the rows after the last whole chunk: the engine computes them anew from their token ids. Touch what the engine stored.
         """
-        if not isinstance(tensor, torch.Tensor):
+        from qcap.sdk.edits import Edit
+
+        if isinstance(tensor, Edit):
             return self._store_edit(tensor, tokens, salt, positions, edit, overwrite)
+        _check_is_tensor(tensor, tokens)
         backend = self._open()
         array = self._check_tokens(tokens)
         self._check_tensor(tensor, len(array))
@@ -209,6 +213,12 @@ class CacheContext:
             return False
         if len(array) > chunks[-1].end:
             _log.info("store: the last %d of %d rows fill no chunk and are not stored", len(array) - chunks[-1].end, len(array))
+        if overwrite:
+            _log.warning(
+                "store: overwrite=True under salt %r: an engine that has already served this salt still holds the old rows in its own "
+                "prefix cache until llm.reset_prefix_cache(); a fresh salt needs no reset",
+                salt,
+            )
         writer = _Writer(self, backend, array, where, salt, text, overwrite)
         writer.write(tensor, chunks)
         return True
@@ -425,6 +435,13 @@ class _Writer:
                 return False
             return True
         what = "other rows" if not same else "the same rows at other positions"
+        if not loaded.record.edit:
+            raise EditConflict(
+                f"{what} are already stored under salt {self.salt!r} for chunk {chunk.index} (tokens {chunk.start}..{chunk.end - 1}) of "
+                f"{self.context.stored_model!r}, and they are no edit: an engine served a request with this salt before the edit was "
+                "there, computed these rows and stored them. Store the edit under a fresh salt; overwrite=True replaces them, but an "
+                "engine that runs still holds them in its own prefix cache until llm.reset_prefix_cache()"
+            )
         raise EditConflict(
             f"{what} are already stored under salt {self.salt!r} for chunk {chunk.index} (tokens {chunk.start}..{chunk.end - 1}) of "
             f"{self.context.stored_model!r}: use another salt, or overwrite=True to replace them"
@@ -470,6 +487,26 @@ class _Writer:
             raise StoreError(f"{what} appeared and vanished while it was stored ({progress}): store again")
         left = "; under this salt old and new chunks are mixed now" if self.overwrite else ""
         raise StoreError(f"{what} was {outcome.value} by the store ({progress}{left}); the reason is in the log of qcap.store. Store again")
+
+
+def _check_is_tensor(tensor: object, tokens: object) -> None:
+    """Refuse what is no tensor, and tensors in the place of token ids.
+
+    Raises:
+        ShapeError: says what came instead.
+    """
+    swapped = "are the arguments swapped? store(tensor, tokens, salt=...)"
+    if not isinstance(tensor, torch.Tensor):
+        got = f"{type(tensor).__module__}.{type(tensor).__qualname__}".removeprefix("builtins.")
+        shape = getattr(tensor, "shape", None)
+        hint = "torch.from_numpy(array) makes one" if isinstance(tensor, np.ndarray) and np.ndim(tokens) < 2 else swapped  # type: ignore[arg-type]
+        if tensor is None:
+            hint = "retrieve() found nothing? Look at ctx.coverage(tokens)"
+        raise ShapeError(
+            f"torch.Tensor [planes, L, T, H] wanted, got {got}{f' of shape {tuple(shape)}' if shape is not None else ''}; {hint}"
+        )
+    if isinstance(tokens, torch.Tensor | np.ndarray) and tokens.ndim > 1 and tensor.dim() < 4:
+        raise ShapeError(f"torch.Tensor [planes, L, T, H] wanted, got a tensor of shape {tuple(tensor.shape)}; {swapped}")
 
 
 def _edit_text(edit: str | Mapping[str, Any] | None) -> str:

@@ -7,6 +7,7 @@ import math
 import torch
 
 from qcap import kernels
+from qcap.errors import CaptureEmpty
 from qcap.geometry import Geometry
 from qcap.sdk.ranks import split_heads
 
@@ -40,3 +41,12 @@ def layer_mass(q: torch.Tensor, kv: torch.Tensor, geometry: Geometry, layer: int
         row_lse=lse,
     )
     return sums
+
+
+def nothing_retrieved(what: str, **rows: torch.Tensor | None) -> CaptureEmpty:
+    """The error for a None where rows are wanted: ``retrieve`` says so when it finds not even one chunk."""
+    missing = " and ".join(name for name, given in rows.items() if given is None)
+    return CaptureEmpty(
+        f"{what}: {missing} is None: retrieve() found nothing of these tokens. Look at ctx.coverage(tokens) for what is stored, "
+        "and check the ids (those the engine was given, from the first on), the salt and the kind"
+    )

@@ -16,7 +16,7 @@ from qcap.geometry import Geometry
 from qcap.kinds import CacheKind
 from qcap.sdk.coverage import Coverage
 from qcap.sdk.edits import Index, as_index
-from qcap.sdk.mass import layer_mass
+from qcap.sdk.mass import layer_mass, nothing_retrieved
 from qcap.tokens import TokenIds, as_token_array
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ _MAX_LABELS = 110
 
 
 def attention_mass(
-    q: torch.Tensor,
-    kv: torch.Tensor,
+    q: torch.Tensor | None,
+    kv: torch.Tensor | None,
     geometry: Geometry,
     tokens: TokenIds | None = None,
     tokenizer: Any = None,
@@ -38,11 +38,12 @@ def attention_mass(
     window: int = 0,
     kept: Index | None = None,
     log_scale: bool = True,
+    queries_are_last: bool = False,
 ) -> Figure:
     """How much attention each token gets in each layer, as a heat map.
 
     Args:
-        q: ``[1, L, TQ, HQ * D]``, the queries of the last TQ tokens.
+        q: ``[1, L, T, HQ * D]``, the queries of all tokens; of the last TQ tokens only with ``queries_are_last``.
         kv: ``[2, L, T, H]``, or keys alone ``[1, L, T, H]``.
         geometry: of the whole model.
         tokens: ids ``[T]``, with ``tokenizer`` for labels on the token axis.
@@ -50,16 +51,21 @@ def attention_mass(
         window: count the last ``window`` queries only; 0 for all.
         kept: tokens that an edit keeps, drawn as a strip under the map: ``[B]``, a bool mask ``[T]``, or ``[L, HK, B]``.
         log_scale: colours by the logarithm (the first token usually gets most); False by the mass itself.
+        queries_are_last: ``q`` has fewer rows than ``kv`` and they are those of the last tokens, say ``q[:, :, -32:]``. What ``retrieve``
+            returns is a prefix: the first tokens, never the last.
 
     Returns:
         A figure. The colour is the attention received per counted query, mean over query heads, 0..1: what one query gives this token.
 
     Raises:
-        ShapeError: the tensors do not fit the model.
+        CaptureEmpty: ``q`` or ``kv`` is None: ``retrieve`` found nothing.
+        ShapeError: the tensors do not fit the model, or there are fewer queries than keys and nothing says that they are the last.
         Unsupported: matplotlib is not installed.
     """
     from_matplotlib = _matplotlib()
-    mass = _layer_token_mass(q, kv, geometry, window)
+    if q is None or kv is None:
+        raise nothing_retrieved("attention_mass", q=q, kv=kv)
+    mass = _layer_token_mass(q, kv, geometry, window, queries_are_last)
     layers, total = mass.shape
     has_strip = kept is not None
     width, height = _map_size(layers, total)
@@ -158,7 +164,7 @@ def kept_tokens(index: Index, geometry: Geometry, tokens: TokenIds, tokenizer: A
     return figure  # type: ignore[no-any-return]
 
 
-def _layer_token_mass(q: torch.Tensor, kv: torch.Tensor, geometry: Geometry, window: int) -> torch.Tensor:
+def _layer_token_mass(q: torch.Tensor, kv: torch.Tensor, geometry: Geometry, window: int, queries_are_last: bool) -> torch.Tensor:
     """float32 ``[L, T]`` on the CPU: mean over heads, per counted query."""
     layers, q_width, kv_width = geometry.num_layers, geometry.hidden(CacheKind.QUERY), geometry.hidden(CacheKind.KV)
     if q.dim() != 4 or (q.shape[0], q.shape[1], q.shape[3]) != (1, layers, q_width):
@@ -167,6 +173,12 @@ def _layer_token_mass(q: torch.Tensor, kv: torch.Tensor, geometry: Geometry, win
         raise ShapeError(f"kv must be [planes, L, T, H] = [2, {layers}, T, {kv_width}], got {tuple(kv.shape)}")
     if q.shape[2] > kv.shape[2] or window < 0:
         raise ShapeError(f"{q.shape[2]} queries for {kv.shape[2]} keys, window {window}: queries are those of the last tokens, at most T")
+    if q.shape[2] < kv.shape[2] and not queries_are_last:
+        raise ShapeError(
+            f"{q.shape[2]} query rows for {kv.shape[2]} key rows: q.retrieve returned fewer chunks (queries of tokens that an engine took "
+            "from its prefix cache are never computed, which leaves a hole; q.coverage(tokens) shows it). Cut the keys to the same tokens, "
+            f"kv[:, :, :{q.shape[2]}]; only if these are the queries of the last {q.shape[2]} tokens, give queries_are_last=True"
+        )
     counted = min(window or q.shape[2], q.shape[2])
     rows = [layer_mass(q, kv, geometry, layer, window=window).mean(dim=0) / counted for layer in range(layers)]
     return torch.stack(rows).cpu()

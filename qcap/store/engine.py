@@ -99,6 +99,11 @@ class StoreEngine:
             self._known.add(key)
         return found
 
+    def edit_of(self, key: ChunkKey) -> str | None:
+        """See :class:`Backend`. Raises ``ObjectCorrupt``, ``StoreUnavailable``."""
+        header = self._reach(lambda: self._tier.header(key))
+        return None if header is None else header.record.edit
+
     @property
     def cheap_contains(self) -> bool:
         """Whether :meth:`contains` costs no round trip, so that an engine's step may ask."""

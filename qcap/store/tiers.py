@@ -87,6 +87,13 @@ class Backend(Protocol):
     def contains(self, keys: Sequence[ChunkKey]) -> list[bool]:
         """For each key, whether a published object is there. No data is read."""
 
+    def edit_of(self, key: ChunkKey) -> str | None:
+        """The ``edit`` text of a stored chunk ("" for what an engine computed), None if there is no such object; only its header is read.
+
+        Raises:
+            ObjectCorrupt, StoreUnavailable: as :meth:`load`.
+        """
+
     def lookup(self, keys: Sequence[ChunkKey]) -> int:
         """The prefix rule: how many of ``keys``, from the first on, are there without a hole. Stops asking at the first hole."""
 

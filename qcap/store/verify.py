@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from qcap.errors import ObjectCorrupt
+from qcap.store.buckets import LocalBucket
 from qcap.store.objects import ObjectTier, is_object_path
 from qcap.store.urls import open_tier
 
@@ -43,6 +44,42 @@ class VerifyReport:
     def ok(self) -> bool:
         """Nothing is bad. Stale staging files are not: nobody sees them."""
         return not self.bad
+
+    @property
+    def empty(self) -> bool:
+        """There was nothing to verify: no object, no manifest, no receipt. Then ``ok`` says nothing; was it the right URL?"""
+        return not (self.objects or self.manifests or self.sequences)
+
+
+@dataclass(frozen=True)
+class Nothing:
+    """A URL under which nothing of qcap lies.
+
+    Args:
+        exists: the folder is there; True also where there are no folders (``s3://``, ``memory://``).
+        reason: one line for a person.
+    """
+
+    exists: bool
+    reason: str
+
+
+def nothing_at(url: str) -> Nothing | None:
+    """Why there is nothing of qcap at ``url``; None if an object, a manifest or a receipt is there.
+
+    Raises:
+        ConfigError, StoreUnavailable: the store cannot be opened.
+    """
+    tier = open_tier(url)
+    if any(True for _ in tier.list_objects()) or tier.list_manifests() or tier.list_sequences():
+        return None
+    what = f"nothing of qcap is at {url} (no objects, no manifests, no receipts)"
+    if not isinstance(tier.bucket, LocalBucket):
+        return Nothing(True, f"{what}: is it the URL that the engine was given?")
+    folder = tier.bucket.root
+    if not folder.exists():
+        return Nothing(False, f"{what}: the folder {folder} does not exist")
+    return Nothing(True, f"{what}: the folder {folder} exists; is it the one that the engine was given?")
 
 
 def delete_bad(url: str, report: VerifyReport) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -10,10 +12,10 @@ from typing import Any
 
 from qcap.backends import open_backend
 from qcap.config import CaptureConfig
-from qcap.errors import CaptureEmpty, ConfigError, StoreUnavailable
+from qcap.errors import CaptureEmpty, ConfigError, StoreUnavailable, TokenError
 from qcap.kinds import CacheKind
 from qcap.store.tiers import Backend, SequenceRecord
-from qcap.tokens import ChunkedTokenDatabase, check_salt, chunk_key
+from qcap.tokens import ChunkedTokenDatabase, as_token_array, check_salt, chunk_key
 
 __all__ = ["CaptureReceipt", "prompt", "receipt", "recompute_prefix", "transfer_config"]
 
@@ -37,7 +39,7 @@ def transfer_config(
         on_pressure: ``"wait"`` holds the engine back rather than lose a row; ``"skip"`` never slows it and counts what it left out.
         kv: capture keys and values.
         load: who may load stored KV: ``"salted"`` requests, ``"all"``, or ``"off"``.
-        **more: other settings by their name without ``qcap.`` and with ``_`` for ``.`` (``q_ring_blocks=64``).
+        **more: ``q_ring_blocks``, ``q_ring_depth``, ``host_bytes``, ``model_name``: see :class:`~qcap.config.CaptureConfig`.
 
     Returns:
         ``vllm.config.KVTransferConfig``.
@@ -47,6 +49,13 @@ def transfer_config(
     """
     from vllm.config import KVTransferConfig
 
+    names = [*inspect.signature(transfer_config).parameters][:-1]
+    options = {"q_ring_blocks": "qcap.q.ring_blocks", "q_ring_depth": "qcap.q.ring_depth", "host_bytes": "qcap.host_bytes",
+               "model_name": "qcap.model_name"}  # fmt: skip
+    for name in more:
+        if name not in options:
+            near = difflib.get_close_matches(name, [*names, *options], n=1, cutoff=0.0)[0]
+            raise ConfigError(f"unknown argument {name!r}: did you mean {near!r}? Known: {', '.join([*names, *options])}")
     extra: dict[str, Any] = {
         "qcap.store": store_url,
         "qcap.transfer_intermediate_tensors": query,
@@ -55,8 +64,7 @@ def transfer_config(
         "qcap.on_pressure": on_pressure,
         "qcap.load": load,
     }
-    for name, value in more.items():
-        extra["qcap." + (name.replace("q_", "q.", 1) if name.startswith("q_") else name)] = value
+    extra.update((options[name], value) for name, value in more.items())
     CaptureConfig.from_extra(extra)  # a wrong setting is told here, not in a child process
     return KVTransferConfig(
         kv_connector="QcapConnector",
@@ -69,8 +77,14 @@ def transfer_config(
 
 def prompt(token_ids: Iterable[int], salt: str = "") -> dict[str, Any]:
     """A prompt of ``token_ids`` for ``LLM.generate``. With ``salt``, the request goes on from KV stored under that salt, and neither qcap
-    nor vLLM's own prefix cache ever serves it to a request without."""
-    ids = [int(t) for t in token_ids]
+    nor vLLM's own prefix cache ever serves it to a request without.
+
+    Raises:
+        TokenError: text, no ids, ids that are no integers in ``[0, 2**32)``, or a salt that cannot be part of a key.
+    """
+    ids = as_token_array(list(token_ids) if not isinstance(token_ids, str | bytes) else token_ids).tolist()
+    if not ids:
+        raise TokenError("a prompt needs at least one token id")
     return {"prompt_token_ids": ids, "cache_salt": check_salt(salt)} if salt else {"prompt_token_ids": ids}
 
 
@@ -129,6 +143,11 @@ class CaptureReceipt:
     stored: dict[str, int]
     whole: int
     skipped: dict[str, int]
+
+    def __repr__(self) -> str:
+        stored = ", ".join(f"{kind} {count} of {self.whole}" for kind, count in self.stored.items()) or "nothing"
+        skipped = ", ".join(f"{reason} {count}" for reason, count in self.skipped.items()) or "none"
+        return f"CaptureReceipt({len(self.sequences)} sequences; whole chunks stored: {stored}; skipped: {skipped})"
 
 
 def receipt(outputs: Sequence[Any], *, store: str | None = None, timeout_s: float = 60.0) -> CaptureReceipt:

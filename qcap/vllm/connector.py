@@ -172,6 +172,14 @@ class QcapConnector(KVConnectorBase_V1, SupportsHMA):
         """How much stored KV can be loaded beyond what vLLM has."""
         return self._guarded("matching", 0, lambda s: s.matched_tokens(request, num_computed_tokens)), False
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """vLLM's block pool exists."""
+        self._guarded("binding the block pool", None, lambda s: s.bind_block_pool(gpu_block_pool))
+
+    def on_new_request(self, request: Any) -> None:
+        """A request was added."""
+        self._guarded("receiving a request", None, lambda s: s.arrived(request))
+
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM gave the request its blocks."""
         self._guarded("following a request", None, lambda s: s.allocated(request, num_external_tokens))

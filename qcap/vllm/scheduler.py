@@ -51,6 +51,8 @@ class _Followed:
     chunks: list[TokenChunk] = field(default_factory=list)
     local: int = 0  # tokens in vLLM's own prefix cache at the last look
     load: tuple[int, int] | None = None
+    is_edit: bool | None = None  # its salt is an edit's; None: not asked yet
+    bar: str = ""  # why what it computes may not be stored, though it may load
     loading: tuple[str, ...] = ()  # digests of the chunks of its last load
     computed: int = 0  # the furthest position ever scheduled: vLLM's own count is 0 while a request is preempted
     admitted: bool = False  # scheduled at least once, so the worker knows it
@@ -92,7 +94,52 @@ class SchedulerSide:
         self._finished: list[FinishedRequest] = []
         self._last_tokens: list[TokenUpdate] = []
         self._load_failed: set[str] = set()
+        self._failed_salts: set[str] = set()
+        self._block_pool: Any = None
         self._bad: dict[tuple[str, str], float] = {}  # (salt, digest) -> when a load of it failed
+
+    # ---- edits --------------------------------------------------------------------------------------------------------------------
+
+    def bind_block_pool(self, pool: Any) -> None:
+        """vLLM's block pool, whose prefix cache must not stand in for an edit."""
+        self._block_pool = pool
+
+    def arrived(self, request: Any) -> None:
+        """A request was added. If its salt is an edit's, what vLLM's own prefix cache holds under that salt is forgotten: it may be from
+        before the edit was stored, from an older one, or computed after a load that failed. The store has the edit."""
+        followed = self._follow(request)
+        if followed.skip or not followed.salt:
+            return
+        followed.is_edit = self._is_edit(followed)
+        if not followed.is_edit:
+            return
+        if followed.salt in self._failed_salts:
+            followed.bar = "load-failed"
+        elif self._config.load == "off":
+            followed.bar = "edit-not-loaded"
+        if self._block_pool is not None:
+            cached = (self._block_pool.get_cached_block(h, [self._group]) for h in request.block_hashes)
+            self._block_pool.evict_blocks({block.block_id for blocks in cached if blocks for block in blocks})
+
+    def _is_edit(self, followed: _Followed) -> bool:
+        """Whether the first chunk of this sequence is stored under this salt as an edit; True if that cannot be told."""
+        chunks = followed.chunks = self._database.extend(followed.chunks, list(followed.request.all_token_ids))
+        if not chunks:
+            return False
+        if self._backend is None:
+            self._backend = self._open_backend()
+        (key, *_) = self._parts.keys(CacheKind.KV, chunks[0].digest, followed.salt)
+        try:
+            return bool(self._backend.edit_of(key))
+        except QcapError:
+            return True
+
+    def _bar_half_edits(self, followed: _Followed, chunks: Sequence[TokenChunk], matched: int) -> None:
+        """What is computed between, or instead of, an edit's chunks is not the edit's: it must not be stored under its salt."""
+        assert self._backend is not None
+        keys = [key for chunk in chunks[matched:] for key in self._parts.keys(CacheKind.KV, chunk.digest, followed.salt)]
+        if matched == 0 or any(self._backend.contains(keys)):
+            followed.bar = followed.bar or "edit-not-loaded"
 
     # ---- matching -----------------------------------------------------------------------------------------------------------------
 
@@ -110,6 +157,10 @@ class SchedulerSide:
         chunks = followed.chunks = self._database.extend(followed.chunks, list(tokens))
         try:
             stored = self._stored_chunks(chunks[: -(-limit // self._config.chunk_size)], followed.salt)
+            if followed.is_edit is None:  # an engine that does not tell of arrivals
+                followed.is_edit = bool(followed.salt) and self._is_edit(followed)
+            if followed.is_edit:
+                self._bar_half_edits(followed, chunks, stored)
         except QcapError as error:
             logger.warning("the store cannot be asked, request %s is computed in full: %s", request.request_id, error)
             return 0
@@ -204,7 +255,7 @@ class SchedulerSide:
         n, size = self._block_size, self._config.chunk_size
         first = 0 if admitted else start // size * (size // n)
         blocks = tuple(followed.block_ids[first : -(-end // n)])
-        skip = followed.skip
+        skip = followed.skip or followed.bar
         if not skip and len(blocks) != -(-end // n) - first:
             skip = "block-table-unknown"
         requests.append(RequestStep(followed.uid, request_id, followed.salt, start, end, first, blocks, admitted, skip))
@@ -262,10 +313,14 @@ class SchedulerSide:
 
     def load_failed(self, block_ids: set[int]) -> None:
         """The worker could not fill these blocks: whoever uses them is not offered the store again."""
-        for request_id, followed in self._followed.items():
-            if block_ids.intersection(followed.block_ids):
-                self._load_failed.add(request_id)
-                self._bad.update(dict.fromkeys(((followed.salt, digest) for digest in followed.loading), time.monotonic()))
+        hit = {i: f for i, f in self._followed.items() if block_ids.intersection(f.block_ids)}
+        self._load_failed.update(hit)
+        self._failed_salts.update(f.salt for f in hit.values() if f.is_edit)
+        for followed in self._followed.values():
+            if followed.salt in self._failed_salts:
+                followed.bar = followed.bar or "load-failed"  # it may be using what was computed in the edit's place
+        for followed in hit.values():
+            self._bad.update(dict.fromkeys(((followed.salt, digest) for digest in followed.loading), time.monotonic()))
         while len(self._bad) > MAX_BAD:
             del self._bad[next(iter(self._bad))]
 

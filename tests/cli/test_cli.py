@@ -53,8 +53,13 @@ def test_ls_limit_lists_the_newest(small_store, qcap_command):
 
 def test_ls_of_a_store_that_is_not_there_makes_none(tmp_path, qcap_command):
     code, out, _ = qcap_command("ls", tmp_path / "nothing")
-    assert code == 0 and "0 objects" in out and "No model has been captured here" in out
+    assert code == 1 and "nothing of qcap" in out and "does not exist" in out
     assert not (tmp_path / "nothing").exists()
+    code, found = parsed(qcap_command("ls", tmp_path / "nothing", "--json"))
+    assert code == 1 and found["models"] == []
+    (tmp_path / "bare").mkdir()
+    code, out, _ = qcap_command("ls", tmp_path / "bare")
+    assert code == 0 and "nothing of qcap" in out and "exists" in out
 
 
 # -- show
@@ -138,6 +143,28 @@ def test_verify_names_what_is_damaged_and_ends_with_1(small_store, qcap_command)
     assert Path(bad["path"]).name == victim.name and "checksum" in bad["reason"]
     code, out, _ = qcap_command("verify", small_store.url)
     assert code == 1 and "1 bad" in out and "checksum" in out
+
+
+@pytest.mark.parametrize(("name", "said"), [("nothing", "does not exist"), ("bare", "exists; is it the one")])
+def test_verify_of_no_store_is_not_sound(tmp_path, qcap_command, name, said):
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "thesis.txt").write_text("mine")
+    code, out, _ = qcap_command("verify", tmp_path / name)
+    assert code == 1 and "nothing of qcap" in out and said in out and "sound" not in out
+    code, out, err = qcap_command("verify", tmp_path / name, "--json")
+    found = json.loads(out)
+    assert code == 1 and not found["ok"] and found["empty"] and said in err
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_an_interrupted_demo_says_one_line_and_ends_with_130(monkeypatch, tmp_path, qcap_command):
+    def interrupted(settings, console):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("qcap.demo.settings.find_model", lambda model, dtype: (tmp_path, "m"))
+    monkeypatch.setattr("qcap.demo.run.run", interrupted)
+    code, out, err = qcap_command("demo", "--out", tmp_path / "out")
+    assert (code, out) == (130, "") and err == "interrupted; nothing of this run is kept\n"
 
 
 # -- doctor

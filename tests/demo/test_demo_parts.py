@@ -11,6 +11,8 @@ import os
 import re
 import subprocess
 import sys
+import time
+import types
 
 import pytest
 import torch
@@ -213,6 +215,34 @@ def test_a_stage_that_fails_is_told_with_its_reason_and_its_log(tmp_path):
     assert "opening the store" in console.file.getvalue(), "plain lines where there is no terminal"
 
 
+SLOW = """
+import os, sys, time
+open(sys.argv[1], "w").write(str(os.getpid()))
+os.write(int(os.environ["QCAP_DEMO_PROGRESS_FD"]), b'{"text": "slow"}\\n')
+time.sleep(300)
+"""
+
+
+@pytest.mark.timeout(60)
+def test_an_interrupt_ends_the_stage_that_says_nothing_and_takes_away_what_it_made(tmp_path, monkeypatch):
+    made, pid_file, real = settings(tmp_path / "out"), tmp_path / "pid", subprocess.Popen
+    monkeypatch.setattr(run.subprocess, "Popen", lambda command, **how: real([sys.executable, "-c", SLOW, str(pid_file)], **how))
+
+    def interrupt(seconds):
+        time.sleep(0.02)
+        if pid_file.exists() and console.file.getvalue():  # its line has been read: the listener waits for the next one
+            (made.store_folder / "objects").mkdir(parents=True)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(run, "time", types.SimpleNamespace(sleep=interrupt, monotonic=time.monotonic))
+    console = Console(file=io.StringIO())
+    with pytest.raises(KeyboardInterrupt):
+        run.run(made, console)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid_file.read_text()), 0)
+    assert [p for p in (tmp_path / "out").rglob("*") if p.is_file()] == [] and not made.store_folder.exists()
+
+
 def test_reporter_writes_lines_that_the_parent_understands():
     read_fd, write_fd = os.pipe()
     program = (
@@ -273,6 +303,23 @@ def test_the_page_is_one_file_and_escapes_what_models_say():
         assert html_module.unescape(re.sub(r"</?span[^>]*>", "", block)) == "".join(f"<{i}>" for i in range(70)), "no token is lost"
     assert re.findall(r'<span class="(\w)">', blocks[0])[:4] == ["k", "g", "k", "g"]
     assert re.findall(r'<span class="(\w)">', blocks[1]) == ["k", "g", "r"]
+
+
+def test_a_share_that_was_rounded_down_says_so():
+    report = good_report()
+    args = {"analyse": analysed()}, {"attention-one.png": b""}
+    assert "rounded down" not in page(report, *args)
+    report["policies"]["snapkv"]["kept"] = 0.455
+    assert "45.5%" in page(report, *args) and page(report, *args).count("50% asked for, rounded down to whole chunks") == 1
+    console = Console(file=io.StringIO(), width=200)
+    console.print(summary_table(report))
+    assert "rounded down to whole chunks" in " ".join(console.file.getvalue().split())
+
+
+def test_generated_text_never_leaves_its_box():
+    text = page(good_report(), {"analyse": analysed()}, {"attention-one.png": b""})
+    for box in ("td", r"\.tokens", r"\.tile"):
+        assert re.search(rf"^{box}\b[^\n]*overflow-wrap: anywhere", text, re.M), box
 
 
 def test_the_table_shows_all_three_texts_and_figures():

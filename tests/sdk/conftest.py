@@ -36,6 +36,9 @@ class FakeBackend:
 
     cheap_contains = True
 
+    def edit_of(self, key):
+        return self.objects[key][0].edit if key in self.objects else None
+
     def has_room(self, nbytes):
         return True
 

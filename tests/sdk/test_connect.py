@@ -45,6 +45,8 @@ def test_kind_by_value_or_name(fake, fake_url, geometry, kind):  # Q1
 def test_unknown_kind_is_a_value_error(fake_url):  # Q2
     with pytest.raises(ValueError, match="'kv', 'query'"):
         connect(fake_url, kind="FOO")
+    with pytest.raises(ConfigError, match="'qeury'"):
+        connect(fake_url, kind="qeury")
 
 
 def test_bad_arguments(fake_url):

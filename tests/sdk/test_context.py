@@ -395,3 +395,34 @@ def test_the_loop_a_researcher_runs(any_bench):  # Q23
     assert ctx.store(edited, ids, salt=salt)
     assert torch.equal(ctx.retrieve(ids, salt), edited)
     assert torch.equal(ctx.retrieve(IDS), kv)
+
+
+def test_what_is_no_tensor_is_told(bench):
+    rows = bench.put(CacheKind.KV, IDS[:8])
+    ctx = bench.context()
+    for wrong, tokens, said in (
+        (rows.numpy(), IDS[:8], r"got numpy\.ndarray of shape \(2, 2, 8, 16\); torch\.from_numpy"),
+        (list(IDS[:8]), rows, r"got list; are the arguments swapped"),
+        (torch.tensor(IDS[:8]), rows, r"got a tensor of shape \(8,\); are the arguments swapped"),
+        (np.array(IDS[:8]), rows, r"got numpy\.ndarray of shape \(8,\); are the arguments swapped"),
+        (None, IDS[:8], r"got NoneType.*coverage"),
+    ):
+        with pytest.raises(ShapeError, match=r"torch\.Tensor \[planes, L, T, H\] wanted, " + said):
+            ctx.store(wrong, tokens, salt="s")
+
+
+def test_overwriting_warns_once_of_what_engines_still_hold(bench, caplog):
+    ctx = bench.context()
+    rows = torch.randn(ctx.shape_of(12))
+    with caplog.at_level(logging.WARNING, "qcap.sdk"):
+        ctx.store(rows, IDS[:12], salt="s")
+        assert not caplog.records
+        ctx.store(rows + 1, IDS[:12], salt="s", overwrite=True)
+    (told,) = caplog.records
+    assert "reset_prefix_cache" in told.getMessage() and "'s'" in told.getMessage()
+
+
+def test_a_conflict_with_what_an_engine_computed_says_so(bench):
+    rows = bench.put(CacheKind.KV, IDS[:8], salt="s")
+    with pytest.raises(EditConflict, match=r"no edit: an engine served.*fresh salt; overwrite=True.*reset_prefix_cache"):
+        bench.context().store(rows + 1, IDS[:8], salt="s")

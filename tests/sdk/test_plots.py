@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qcap.errors import ConfigError, ShapeError, Unsupported
+from qcap.errors import CaptureEmpty, ConfigError, ShapeError, Unsupported
 from qcap.kinds import CacheKind
 from qcap.sdk import plots
 from qcap.sdk.coverage import Coverage
@@ -41,7 +41,7 @@ def test_attention_mass(geometry, tmp_path, recwarn):
 
 def test_attention_mass_of_keys_alone_and_without_labels(geometry, tmp_path):
     kv, q = tensors(geometry)
-    figure = plots.attention_mass(q[:, :, -4:], kv[:1], geometry, log_scale=False)
+    figure = plots.attention_mass(q[:, :, -4:], kv[:1], geometry, log_scale=False, queries_are_last=True)
     assert figure.axes[0].get_xlabel() == "token"
     figure.savefig(tmp_path / "b.png")
     with pytest.raises(ShapeError, match="queries for"):
@@ -50,6 +50,20 @@ def test_attention_mass_of_keys_alone_and_without_labels(geometry, tmp_path):
         plots.attention_mass(kv, kv, geometry)
     with pytest.raises(ShapeError, match="kv must be"):
         plots.attention_mass(q, q, geometry)
+
+
+def test_fewer_queries_than_keys_are_not_taken_for_the_last_ones(geometry):
+    kv, q = tensors(geometry)
+    with pytest.raises(ShapeError, match=r"8 query rows for 24 key rows.*fewer chunks.*queries_are_last=True"):
+        plots.attention_mass(q[:, :, :8], kv, geometry)
+    plots.attention_mass(q[:, :, -8:], kv, geometry, queries_are_last=True)
+
+
+def test_attention_mass_of_nothing_says_where_to_look(geometry):
+    kv, q = tensors(geometry)
+    for queries, keys, said in ((None, kv, "q is None"), (q, None, "kv is None"), (None, None, "q and kv is None")):
+        with pytest.raises(CaptureEmpty, match=rf"{said}.*retrieve\(\) found nothing.*ctx\.coverage\(tokens\)"):
+            plots.attention_mass(queries, keys, geometry)
 
 
 def test_coverage_bar(tmp_path):

@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 import torch
 
-from qcap.errors import ConfigError, ShapeError, TokenError
+from qcap.errors import CaptureEmpty, ConfigError, ShapeError, TokenError
 from qcap.kinds import CacheKind
 from qcap.sdk import policies
 from qcap.sdk.policies.registry import _POLICIES
@@ -53,6 +53,17 @@ def test_your_own_policy_goes_the_same_way(own_policy):
     assert edit.token_ids == tuple(sorted(norms.argsort()[:16].tolist()))
     assert edit.salt.startswith("key_norm-") and edit.description["params"] == {"keep": 16, "scope": "global"}
     assert policies.names() == ["key_norm", "random", "snapkv"]
+
+
+def test_what_was_not_retrieved_says_where_to_look():
+    kv, q, geometry = inputs()
+    for call in (
+        lambda: policies.scores("snapkv", None, q, geometry),
+        lambda: policies.scores("snapkv", kv, None, geometry),
+        lambda: policies.apply("random", None, None, list(range(48)), geometry, keep=0.5),
+    ):
+        with pytest.raises(CaptureEmpty, match=r"(?s)nothing.*ctx\.coverage\(tokens\)"):
+            call()
 
 
 def test_names_and_parameters_are_checked(own_policy):

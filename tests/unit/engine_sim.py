@@ -92,6 +92,9 @@ class RecordingBackend:
 
     cheap_contains = True
 
+    def edit_of(self, key: Any) -> str | None:
+        return self.objects[key][0].edit if key in self.objects else None
+
     def has_room(self, nbytes: int) -> bool:
         return True
 

@@ -24,6 +24,11 @@ class Store:
     def __init__(self):
         self.keys, self.asked, self.closed, self.down = set(), 0, False, False
 
+    edits: dict = {}  # noqa: RUF012
+
+    def edit_of(self, key):
+        return self.edits.get(key)
+
     def contains(self, keys):
         self.asked += 1
         if self.down:
@@ -451,3 +456,68 @@ def test_vllm_still_has_the_fields_that_are_read():
         "request_id", "prompt_token_ids", "prompt_embeds", "mm_features", "lora_request", "cache_salt", "all_token_ids",
         "num_prompt_tokens", "num_computed_tokens", "pooling_params", "resumable",
     }  # fmt: skip
+
+
+# ---- edits: vLLM's own prefix cache must not stand in for them, and what is computed in their place is not stored ----------------------
+
+
+class Pool:
+    def __init__(self, cached):
+        self.cached, self.evicted = cached, set()
+
+    def get_cached_block(self, block_hash, group_ids):
+        assert group_ids == [0]
+        return [SimpleNamespace(block_id=self.cached[block_hash])] if block_hash in self.cached else None
+
+    def evict_blocks(self, block_ids):
+        self.evicted |= block_ids
+
+
+def edited_rig(chunks=3):
+    rig = Rig(load="salted")
+    rig.put(range(24), salt="e")
+    for key in rig.store.keys:
+        rig.store.edits = {**rig.store.edits, key: '{"name": "x"}'}
+    rig.side.bind_block_pool(Pool({"h0": 7, "h2": 9}))
+    return rig
+
+
+def salted(name="a", ids=range(26), salt="e"):
+    request = make_request(name, list(ids), cache_salt=salt)
+    request.block_hashes = ["h0", "h1", "h2"]
+    return request
+
+
+def test_an_edits_salt_forgets_vllms_cache_on_arrival():
+    rig = edited_rig()
+    rig.side.arrived(salted())
+    assert rig.side._block_pool.evicted == {7, 9}
+    rig.side._block_pool.evicted.clear()
+    rig.side.arrived(salted("b", salt="tenant"))  # nothing is stored under it: a salt as any other
+    assert rig.side._block_pool.evicted == set()
+
+
+def test_an_edit_with_a_hole_is_not_filled():
+    rig = edited_rig()
+    (middle,) = rig.parts.keys(CacheKind.KV, ChunkedTokenDatabase(CH).chunks(range(24))[1].digest, "e")
+    whole = salted("whole")
+    rig.side.arrived(whole)
+    assert rig.side.matched_tokens(whole, 0) == 24 and rig.side._followed["whole"].bar == ""
+    rig.store.keys.discard(middle)
+    holed = salted("holed")
+    rig.side.arrived(holed)
+    rig.side.matched_tokens(holed, 0)
+    assert rig.side._followed["holed"].bar == "edit-not-loaded"
+
+
+def test_after_a_failed_load_of_an_edit_nothing_is_stored_under_its_salt():
+    rig = edited_rig()
+    first = salted("first")
+    rig.side.arrived(first)
+    rig.admit(first, [4, 5, 6, 7, 8, 9, 10], 26, computed=24, external=24)
+    rig.side.load_failed({5})
+    later = salted("later")
+    rig.side.arrived(later)
+    assert rig.side._followed["first"].bar == rig.side._followed["later"].bar == "load-failed"
+    (planned,) = rig.admit(later, [4, 5, 6, 7, 8, 9, 10], 26).requests
+    assert planned.skip == "load-failed"

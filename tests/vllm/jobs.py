@@ -102,6 +102,55 @@ def serve(p: dict[str, Any]) -> dict[str, Any]:
     return {"rounds": rounds, "state": left}
 
 
+def damaged_edit(p: dict[str, Any]) -> dict[str, Any]:
+    """An edit with one damaged object: what the engine serves and stores under its salt before and after it is stored again."""
+    from pathlib import Path
+
+    import torch
+
+    import qcap
+    import qcap.vllm
+    from qcap.backends import open_backend
+    from qcap.kinds import CacheKind
+    from qcap.tokens import ChunkedTokenDatabase, chunk_key
+    from qcap.vllm import scheduler
+
+    scheduler.RETRY_LOAD_S = 0.0  # else the repaired edit would not be offered for a minute
+    llm = build(p)
+    ids, n, size = p["ids"], p["n"], 32
+    whole = (len(ids) - 1) // size * size
+    (cold,) = generate(llm, [{"ids": ids, "n": n}])
+    qcap.vllm.receipt([cold])
+    found: dict[str, Any] = {"cold": told([cold])[0]}
+    with qcap.connect(p["store"], model=p["model"]) as ctx:
+        edited = ctx.retrieve(ids[:whole]) * 0.25
+        assert ctx.store(edited, ids[:whole], salt="edit")
+    backend = open_backend(p["store"])
+    ((geometry, _, _),) = backend.manifests(p["model"])
+    key = chunk_key(CacheKind.KV, geometry, ChunkedTokenDatabase(size).chunks(ids)[3].digest, "edit")
+    path = Path(p["store"].removeprefix("file://")) / "objects" / key.fingerprint()[:2] / f"{key.fingerprint()}.safetensors"
+    good = path.read_bytes()
+    path.write_bytes(good[:-16] + bytes(b ^ 255 for b in good[-16:]))
+    for name in ("first", "second"):
+        (out,) = generate(llm, [{"ids": ids, "n": n, "salt": "edit"}])
+        try:
+            found[name] = {**told([out])[0], "skipped": qcap.vllm.receipt([out]).skipped}
+        except qcap.errors.CaptureEmpty as error:
+            found[name] = {**told([out])[0], "skipped": {"all": str(error)}}
+    found["still_damaged"] = path.read_bytes() != good and open_backend(p["store"]).edit_of(key) != ""
+    path.write_bytes(good)
+    (out,) = generate(llm, [{"ids": ids, "n": n, "salt": "edit"}])
+    found["repaired"] = told([out])[0]
+    with qcap.connect(p["store"], model=p["model"]) as ctx:
+        assert ctx.store(edited * 2, ids[:whole], salt="edit", overwrite=True)
+    (out,) = generate(llm, [{"ids": ids, "n": n, "salt": "edit"}])
+    found["overwritten"] = told([out])[0]
+    torch.save(edited, p["tensors"])
+    found["errors"] = state(llm)["counters"].get("errors", 0)
+    close(llm)
+    return found
+
+
 def write_back(p: dict[str, Any]) -> dict[str, Any]:
     """Capture one prompt; then go on in the same engine from the cache unchanged, from a shortened one, and from one with other values.
 

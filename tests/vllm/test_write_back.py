@@ -20,6 +20,29 @@ TOKENS, NEW = 250, 24
 KEEP = sorted([*range(4), *range(9, 60, 3), *range(61, 160, 2), *range(160, 224, 1)])[:96]
 
 
+def test_a_damaged_edit_is_never_filled_with_other_rows(tmp_path: Path) -> None:
+    """A load that fails is recomputed and told; nothing computed in the edit's place is stored under its salt; vLLM's own prefix cache
+    never stands in for the edit, neither after the failure nor after the edit was replaced."""
+    model, store = str(tiny_model_path("llama")), f"file://{tmp_path}/store"
+    (ids,) = jobs.make_prompts([TOKENS], 1000, seed=7)
+    engine = {"max_num_batched_tokens": 128, "enable_prefix_caching": True}
+    job = {"model": model, "store": store, "ids": ids, "n": NEW, "tensors": str(tmp_path / "tensors.pt"), "engine": engine}
+    found = run_in_process(jobs.damaged_edit, job)
+    cold = found["cold"]["tokens"]
+    for name in ("first", "second"):
+        assert found[name]["tokens"] == cold, "computed, since it could not be loaded"
+        assert found[name]["skipped"], "and told"
+    assert found["still_damaged"], "nothing was written in the edit's place"
+    edited = torch.load(tmp_path / "tensors.pt")
+    with qcap.connect(store, model=model) as ctx:
+        geometry = ctx.geometry
+        assert torch.equal(ctx.retrieve(ids, salt="edit"), edited * 2)
+    assert found["repaired"]["tokens"] == hf_greedy(model, ids, NEW, cache=to_dynamic_cache(edited, geometry)) != cold
+    assert found["overwritten"]["tokens"] == hf_greedy(model, ids, NEW, cache=to_dynamic_cache(edited * 2, geometry))
+    assert found["overwritten"]["tokens"] != found["repaired"]["tokens"]
+    assert found["errors"] == 0
+
+
 @pytest.mark.parametrize("kind", ["llama", "llama3", "phi3", "yarn"])  # acceptance 3, 4, 5: default, llama3-scaled, partial rotary
 def test_go_on_from_edited_caches(kind: str, tmp_path: Path) -> None:
     """Acceptance 3: unchanged KV gives the cold tokens and is loaded. 4: shortened KV goes on as in transformers. 5: no mixing of salts."""

@@ -10,11 +10,16 @@ from typing import Any
 
 import torch
 
-from qcap.errors import ConfigError, ShapeError
+from qcap.errors import CaptureEmpty, ConfigError, ShapeError
 from qcap.geometry import Geometry
 from qcap.kinds import CacheKind
+from qcap.sdk.mass import nothing_retrieved
 
 ScoreFunction = Callable[..., torch.Tensor]
+
+
+class QueriesMissing(CaptureEmpty, ConfigError):
+    """A policy needs queries and got None: none were captured, or none of these tokens."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ def get(name: str) -> Policy:
     return _POLICIES[name]
 
 
-def scores(name: str, kv: torch.Tensor, q: torch.Tensor | None, geometry: Geometry, **params: Any) -> torch.Tensor:
+def scores(name: str, kv: torch.Tensor | None, q: torch.Tensor | None, geometry: Geometry, **params: Any) -> torch.Tensor:
     """Run a policy and check what it returns.
 
     Args:
@@ -82,13 +87,16 @@ def scores(name: str, kv: torch.Tensor, q: torch.Tensor | None, geometry: Geomet
         float32 ``[L, HK, T]``, without NaN.
 
     Raises:
-        ConfigError: unknown policy or parameter, or queries are needed and missing.
+        ConfigError: unknown policy or parameter.
+        CaptureEmpty: ``kv`` is None, or queries are needed and ``q`` is None (then also a ConfigError).
         ShapeError: an input does not fit the model, or the policy returned something else than it must.
     """
     chosen = get(name)
     unknown = [key for key in params if key not in chosen.params]
     if unknown and not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(chosen.function).parameters.values()):
         raise ConfigError(f"policy {name!r} has no parameter {unknown[0]!r}; it has {', '.join(chosen.params) or 'none'}")
+    if kv is None:
+        raise nothing_retrieved(f"policy {name!r}", kv=kv)
     _check_inputs(chosen, kv, q, geometry)
     result = chosen.function(kv, q, geometry, **params)
     wanted = (geometry.num_layers, geometry.num_kv_heads, kv.shape[2])
@@ -111,8 +119,9 @@ def _check_inputs(chosen: Policy, kv: torch.Tensor, q: torch.Tensor | None, geom
         raise ShapeError(f"kv must be [2, L, T, H] = [2, {row[0]}, T, {row[1]}], got {tuple(kv.shape)}")
     if q is None:
         if chosen.needs_queries:
-            raise ConfigError(
-                f"policy {chosen.name!r} needs the queries: capture with qcap.transfer_intermediate_tensors on "
+            raise QueriesMissing(
+                f"policy {chosen.name!r} needs the queries, and q is None. If q.retrieve(tokens) returned it, nothing was found: look at "
+                "ctx.coverage(tokens) of the query context. Else capture with qcap.transfer_intermediate_tensors on "
                 "(qcap.vllm.transfer_config(url, query=True)), then q = qcap.connect(url, kind='query').retrieve(tokens)"
             )
         return
