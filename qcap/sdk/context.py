@@ -180,8 +180,8 @@ class CacheContext:
             salt: the edit's name in the keys (:func:`qcap.edits.salt_for` makes one); never "".
             positions: what each row's rotation stands for, ``[T]``; ``0..T-1`` if not given.
             edit: how the edit came about, for the objects' headers: JSON text or a mapping.
-            overwrite: replace other content under this salt. An engine that has already served a request with this salt still holds the
-                old rows in its own prefix cache and goes on from them until ``llm.reset_prefix_cache()``: a fresh salt needs no reset.
+            overwrite: replace other content under this salt. Requests that are being served go on with the old rows; new ones load the
+                new (an engine of vLLM 0.20 only after ``llm.reset_prefix_cache()``). A fresh salt has neither trouble.
 
         Returns:
             True if every whole chunk is in the store (also when it already was, byte for byte). False if there is less than one whole
@@ -215,8 +215,8 @@ class CacheContext:
             _log.info("store: the last %d of %d rows fill no chunk and are not stored", len(array) - chunks[-1].end, len(array))
         if overwrite:
             _log.warning(
-                "store: overwrite=True under salt %r: an engine that has already served this salt still holds the old rows in its own "
-                "prefix cache until llm.reset_prefix_cache(); a fresh salt needs no reset",
+                "store: overwrite=True under salt %r: requests that are being served go on with the old rows, and an engine of vLLM 0.20 "
+                "does so until llm.reset_prefix_cache(); a fresh salt has neither trouble",
                 salt,
             )
         writer = _Writer(self, backend, array, where, salt, text, overwrite)
