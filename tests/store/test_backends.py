@@ -84,3 +84,21 @@ def test_unwritable_parent(tmp_path) -> None:
     tmp_path.chmod(0o500)
     with pytest.raises(StoreUnavailable, match="cannot be created"):
         open_backend(f"file://{tmp_path}/store")
+
+
+def test_receipts_of_chunks_in_flight_are_stored_at_close(tmp_path) -> None:
+    """A receipt is queued when its chunks are done, which may be while the store closes."""
+    import time
+
+    from qcap.store.tiers import SequenceRecord
+
+    class Slow:
+        def synchronize(self) -> None:
+            time.sleep(0.3)
+
+    record, tensor = chunk()
+    receipt = SequenceRecord("m", "r", "e", "", record.token_ids, 4, 4, len(record.token_ids))
+    backend = open_backend(str(tmp_path))
+    backend.store(record, tensor, Slow()).add_done_callback(lambda done: backend.put_sequence(receipt))
+    backend.close()
+    assert [r.request_id for r in open_backend(str(tmp_path)).sequences()] == ["r"]

@@ -629,3 +629,24 @@ def test_the_connector_says_what_is_wrong_with_its_settings():  # C10: an unknow
         CaptureConfig.from_extra({"qcap.store": "memory://x", "qcap.chunksize": 8})
     with pytest.raises(ConfigError, match=r"qcap\.store"):
         CaptureConfig.from_extra({})
+
+
+def test_drafts_with_asynchronous_scheduling_refuse_queries(engine):  # a rejected draft's row could pass for the right one
+    e = engine(store="memory://drafts")
+    e.worker._vllm_config.speculative_config = object()
+    e.worker._vllm_config.scheduler_config.async_scheduling = True
+    worker = e.start().worker
+    assert [f.kind for f in worker.capture.features] == [CacheKind.KV] and "async_scheduling" in worker.refused[name(0)]
+
+
+def test_only_a_group_with_all_layers_may_be_loaded():
+    spec = {name(0): FullAttentionSpec()}
+    assert CacheGroup(0, spec, N, B).whole
+    assert CacheGroup(0, spec, N, B, {name(9): "draft-model layer"}).whole
+    assert not CacheGroup(0, spec, N, B, {name(1): "SlidingWindowSpec"}).whole
+
+
+def test_a_draft_models_layers_are_known_by_name():
+    group = SimpleNamespace(kv_cache_spec=FullAttentionSpec(), layer_names=[name(0), f"draft_model.{name(0)}"])
+    found = pick_group(SimpleNamespace(kv_cache_groups=[group], num_blocks=B), 4)
+    assert list(found.specs) == [name(0)] and found.left_out == {f"draft_model.{name(0)}": "draft-model layer"}
