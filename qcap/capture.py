@@ -537,6 +537,9 @@ class Capture:
                 track = self._tracks.get(uid)
                 if track is not None:
                     del track.block_ids[next((i for i, block in enumerate(track.block_ids) if block in gone), len(track.block_ids)) :]
+            for request in step.requests:
+                if request.uid not in self._tracks:
+                    self._tracks[request.uid] = RequestTrack(request.uid, request.request_id, request.salt)
             for update in step.tokens:
                 self._learn(update.uid, update.offset, update.ids)
             for done in step.finished:
@@ -550,12 +553,7 @@ class Capture:
                 if uid in self._tracks:
                     self._drop_waiting(self._tracks[uid], "token-ids-changed", again=True)
             for request in step.requests:
-                track = self._tracks.get(request.uid)
-                if track is None:
-                    track = self._tracks[request.uid] = RequestTrack(request.uid, request.request_id, request.salt)
-                    for update in step.tokens:
-                        if update.uid == request.uid:
-                            self._learn(update.uid, update.offset, update.ids)
+                track = self._tracks[request.uid]
                 track.barred = track.barred or request.skip
                 del track.block_ids[request.first_block :]
                 track.block_ids.extend(request.block_ids)

@@ -20,7 +20,7 @@ from qcap.attribution import Step
 from qcap.backends import open_backend
 from qcap.config import CaptureConfig
 from qcap.errors import ConfigError, Unsupported
-from qcap.geometry import dtype_name
+from qcap.geometry import dtype_name, parse_dtype
 from qcap.vllm.layouts import CacheGroup, pick_group
 from qcap.vllm.scheduler import KeyParts, SchedulerSide
 from qcap.vllm.worker import WorkerSide, finish_in_process
@@ -78,10 +78,9 @@ class QcapConnector(KVConnectorBase_V1, SupportsHMA):
         if role == KVConnectorRole.WORKER:
             self._worker = WorkerSide(vllm_config, self._config, group, name)
             return
-        dtype = model.dtype if isinstance(model.dtype, torch.dtype) else getattr(torch, str(model.dtype).removeprefix("torch."))
         self._scheduler = SchedulerSide(
             self._config,
-            KeyParts(name, vllm_config.parallel_config.tensor_parallel_size, dtype_name(dtype)),
+            KeyParts(name, vllm_config.parallel_config.tensor_parallel_size, dtype_name(parse_dtype(model.dtype))),
             group=group.index,
             block_size=group.block_size,
             backend=lambda: open_backend(self._config.store),

@@ -123,23 +123,31 @@ class SchedulerSide:
 
     def _is_edit(self, followed: _Followed) -> bool:
         """Whether the first chunk of this sequence is stored under this salt as an edit; True if that cannot be told."""
-        chunks = followed.chunks = self._database.extend(followed.chunks, list(followed.request.all_token_ids))
+        chunks = self._chunks(followed)
         if not chunks:
             return False
-        if self._backend is None:
-            self._backend = self._open_backend()
         (key, *_) = self._parts.keys(CacheKind.KV, chunks[0].digest, followed.salt)
         try:
-            return bool(self._backend.edit_of(key))
+            return bool(self._store().edit_of(key))
         except QcapError:
             return True
 
     def _bar_half_edits(self, followed: _Followed, chunks: Sequence[TokenChunk], matched: int) -> None:
         """What is computed between, or instead of, an edit's chunks is not the edit's: it must not be stored under its salt."""
-        assert self._backend is not None
         keys = [key for chunk in chunks[matched:] for key in self._parts.keys(CacheKind.KV, chunk.digest, followed.salt)]
-        if matched == 0 or any(self._backend.contains(keys)):
+        if matched == 0 or any(self._store().contains(keys)):
             followed.bar = followed.bar or "edit-not-loaded"
+
+    def _store(self) -> Backend:
+        if self._backend is None:
+            self._backend = self._open_backend()
+        return self._backend
+
+    def _chunks(self, followed: _Followed) -> list[TokenChunk]:
+        """The request's whole chunks so far; hashes only what is new."""
+        if len(followed.request.all_token_ids) // self._config.chunk_size > len(followed.chunks):
+            followed.chunks = self._database.extend(followed.chunks, list(followed.request.all_token_ids))
+        return followed.chunks
 
     # ---- matching -----------------------------------------------------------------------------------------------------------------
 
@@ -150,11 +158,10 @@ class SchedulerSide:
         policy = self._config.load
         if policy == "off" or followed.skip or (policy == "salted" and not followed.salt) or request.request_id in self._load_failed:
             return 0
-        tokens = request.all_token_ids
-        limit = (len(tokens) - 1) // self._block_size * self._block_size
+        limit = (len(request.all_token_ids) - 1) // self._block_size * self._block_size
         if limit <= local_tokens:
             return 0
-        chunks = followed.chunks = self._database.extend(followed.chunks, list(tokens))
+        chunks = self._chunks(followed)
         try:
             stored = self._stored_chunks(chunks[: -(-limit // self._config.chunk_size)], followed.salt)
             if followed.is_edit is None:  # an engine that does not tell of arrivals
@@ -163,12 +170,12 @@ class SchedulerSide:
                 self._bar_half_edits(followed, chunks, stored)
         except QcapError as error:
             logger.warning("the store cannot be asked, request %s is computed in full: %s", request.request_id, error)
+            if followed.is_edit:
+                followed.bar = followed.bar or "edit-not-loaded"
             return 0
         return max(0, min(stored * self._config.chunk_size, limit) - local_tokens)
 
     def _stored_chunks(self, chunks: Sequence[TokenChunk], salt: str) -> int:
-        if self._backend is None:
-            self._backend = self._open_backend()
         kinds = [CacheKind.KV]
         if self._config.load == "all" and self._config.query and not salt:
             kinds.append(CacheKind.QUERY)  # a chunk whose queries are not stored yet is computed, so that they are captured
@@ -176,7 +183,7 @@ class SchedulerSide:
         for chunk in chunks:
             if time.monotonic() - self._bad.get((salt, chunk.digest), -RETRY_LOAD_S) < RETRY_LOAD_S:
                 break
-            if not all(all(self._backend.contains(self._parts.keys(kind, chunk.digest, salt))) for kind in kinds):
+            if not all(all(self._store().contains(self._parts.keys(kind, chunk.digest, salt))) for kind in kinds):
                 break
             count += 1
         return count
@@ -223,16 +230,16 @@ class SchedulerSide:
             self._plan(followed, data.num_computed_tokens, output, True, requests, loads)
         tokens = [*self._last_tokens, *(update for f in self._followed.values() if (update := self._known(f)) is not None)]
         finished, self._finished, self._last_tokens = self._finished, [], []
-        preempted = [f.uid for i in (output.preempted_req_ids or ()) if (f := self._followed.get(i)) is not None]
+        preempted = {f.uid: f for i in (output.preempted_req_ids or ()) if (f := self._followed.get(i)) is not None}
         resampled = [  # 0.24 counts the tokens to throw away, 0.32 has a flag
             f.uid
             for f in self._followed.values()
             if getattr(f.request, "async_tokens_to_discard", 0) or (f.uid in preempted and getattr(f.request, "drop_stale_output", False))
         ]
         scheduled = {r.uid for r in requests}
-        for uid in preempted:
+        for uid, followed in preempted.items():
             if uid not in scheduled:
-                next(f for f in self._followed.values() if f.uid == uid).block_ids = []
+                followed.block_ids = []
         return Step(
             self._number,
             tuple(requests),

@@ -18,13 +18,13 @@ from qcap.backends import open_backend
 from qcap.capture import Capture, Feature, HostBuffers, KVFeature, QueryFeature, Stager, ring_bytes
 from qcap.config import CaptureConfig
 from qcap.errors import ConfigError, GeometryMismatch, ObjectCorrupt, QcapError, Unsupported
-from qcap.geometry import Geometry, Rope, dtype_name
+from qcap.geometry import Geometry, Rope, dtype_name, parse_dtype
 from qcap.kinds import CacheKind
 from qcap.rope import rope_from_hf_config
 from qcap.store.metrics import RateLimitedLog
 from qcap.store.tiers import LoadedChunk
 from qcap.tokens import chunk_key
-from qcap.vllm.hooks import QueryHooks, attention_layers, engine_ropes, slot_mapping_of
+from qcap.vllm.hooks import QueryHooks, attention_layers, engine_ropes, refusal, slot_mapping_of
 from qcap.vllm.layouts import CacheGroup, certify
 
 logger = logging.getLogger("qcap.vllm")
@@ -58,6 +58,7 @@ class WorkerSide:
         self._failed_blocks: set[int] = set()
         self._step: Step | None = None
         self._always_launch = False
+        self.layout = ""  # of the pages, by its certified name
 
     # ---- start --------------------------------------------------------------------------------------------------------------------
 
@@ -135,14 +136,13 @@ class WorkerSide:
         except QcapError as error:
             logger.warning("qcap cannot re-rotate this model's keys, so dropped tokens cannot be renumbered: %s", error)
             rope = Rope(kind="unsupported")
-        dtype = model.dtype if isinstance(model.dtype, torch.dtype) else getattr(torch, str(model.dtype).removeprefix("torch."))
         return Geometry(
             model=self.model_name,
             layer_names=tuple(names),
             num_q_heads=model.get_num_attention_heads(parallel),
             num_kv_heads=spec.num_kv_heads,
             head_size=spec.head_size,
-            dtype=dtype_name(dtype),
+            dtype=dtype_name(parse_dtype(model.dtype)),
             block_size=self._group.block_size,
             chunk_size=self._config.chunk_size,
             rope=rope,
@@ -165,7 +165,7 @@ class WorkerSide:
     def _query_feature(
         self, geometry: Geometry, layers: Mapping[str, Any], names: list[str], device: torch.device, stager: Stager
     ) -> QueryFeature | None:
-        refused = QueryHooks({name: layers[name] for name in names}, self._on_query).refused
+        refused = {name: why for name in names if (why := refusal(layers[name]))}
         drafting = getattr(self._vllm_config, "speculative_config", None) is not None
         if drafting and getattr(self._vllm_config.scheduler_config, "async_scheduling", False):
             # The scheduler then counts every draft as accepted, so the positions it announces may be too high, and a rejected draft's row
@@ -230,7 +230,7 @@ class WorkerSide:
             "torch": torch.__version__,
             "device": next(iter(kv_caches.values())).device.type,
             "host": platform.machine(),
-            "layout": getattr(self, "layout", ""),
+            "layout": self.layout,
             "engine_id": self._engine_id,
         }
 

@@ -521,3 +521,16 @@ def test_after_a_failed_load_of_an_edit_nothing_is_stored_under_its_salt():
     assert rig.side._followed["first"].bar == rig.side._followed["later"].bar == "load-failed"
     (planned,) = rig.admit(later, [4, 5, 6, 7, 8, 9, 10], 26).requests
     assert planned.skip == "load-failed"
+
+
+def test_a_store_that_cannot_be_opened_bars_and_does_not_raise():
+    rig = edited_rig()
+
+    def refuse():
+        raise StoreUnavailable("gone away")
+
+    rig.side._open_backend = refuse
+    request = salted()
+    rig.side.arrived(request)
+    assert rig.side.matched_tokens(request, 0) == 0
+    assert rig.side._followed["a"].bar == "edit-not-loaded", "whether it is an edit cannot be told: it is not filled"
