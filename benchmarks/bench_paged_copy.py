@@ -27,7 +27,7 @@ def pages(layout: str, blocks: int) -> list[list[torch.Tensor]]:
 
 @benchmark
 def cases() -> Iterator[Case]:
-    """One chunk of 256 tokens, and 8,192 tokens, all layers in one launch."""
+    """One chunk of 256 tokens, and 8,192 tokens, all layers (or some) in one launch."""
     for layout in ("NHD", "K|V"):
         table = kernels.PageTable(pages(layout, 1024))
         for tokens in (256, 8192):
@@ -40,6 +40,9 @@ def cases() -> Iterator[Case]:
             yield Case(
                 "paged_copy", f"scatter {layout} {tokens} tokens", lambda i=ids, r=rows, t=table: kernels.scatter_pages(t, i, r), nbytes
             )
+        part = rows[:, : LAYERS // 4].clone()
+        run = lambda i=ids, r=part, t=table: kernels.gather_pages(t, i, r, LAYERS // 2)  # noqa: E731
+        yield Case("paged_copy", f"gather {layout} 8192 tokens, {LAYERS // 4} layers", run, 2 * part.nbytes)
     ring = [torch.randn(1024, 1, N, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(LAYERS)]
     table = kernels.PageTable([[layer] for layer in ring])
     ids = torch.randperm(1024, device="cuda")[: 256 // N]

@@ -8,23 +8,22 @@ import torch
 
 from benchmarks.harness import Case, benchmark
 from qcap import kernels
-from qcap.attribution import PLAN_PADDING
 
 
 @benchmark
 def cases() -> Iterator[Case]:
     """One long request, and many of one row."""
     for rows, planned in ((16384, 1100), (8192, 512), (64, 64)):
-        capacity = 1200
-        blocks = torch.full((capacity,), PLAN_PADDING, dtype=torch.int64)
+        capacity, ring = 1200, 4096 * 16
+        plan = torch.randint(0, 1 << 40, (1 + capacity, 4))  # what lies past the count is not looked at
         ids = torch.randperm(20000)[:planned].sort().values
-        blocks[:planned] = ids
-        ring = torch.randperm(4096)[:capacity]
+        plan[0] = torch.tensor([planned, 7, 0, 0])
+        plan[1 : 1 + planned] = torch.stack([ids, ids * 0, ids * 0 + 16, torch.randperm(4096)[:planned] * 16], dim=1)
         slots = (ids[torch.arange(rows) * planned // rows] * 16 + torch.arange(rows) % 16).cuda()
-        blocks, ring, out = blocks.cuda(), ring.cuda(), torch.empty(rows, dtype=torch.int64, device="cuda")
+        plan, out, stamps = plan.cuda(), torch.empty(rows, dtype=torch.int64, device="cuda"), torch.empty(ring, dtype=torch.int64).cuda()
         yield Case(
             "slot_attribution",
             f"{rows} rows, {planned} blocks",
-            lambda s=slots, b=blocks, r=ring, o=out: kernels.slot_attribution(s, b, r, 16, o),
-            2 * out.nbytes + 2 * 8 * planned,
+            lambda m=slots, p=plan, o=out, s=stamps: kernels.slot_attribution(m, p, 16, o, s),
+            3 * out.nbytes + 32 * planned,
         )

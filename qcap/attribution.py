@@ -19,9 +19,6 @@ import torch
 from qcap.errors import ConfigError
 from qcap.ring import QRingBuffer
 
-PLAN_PADDING = np.iinfo(np.int64).max
-"""Fills the plan's unused block ids: sorts behind every real id and matches no slot."""
-
 
 @dataclass(frozen=True)
 class RequestStep:

@@ -70,8 +70,15 @@ class CaptureConfig:
             back instead. Key ``qcap.on_pressure``, default ``skip`` (``qcap.vllm.transfer_config`` says ``wait``).
         load: which requests may load stored KV: ``salted`` (those with a cache salt), ``all`` or ``off``.
             Key ``qcap.load``, default ``salted``.
-        ring_blocks: blocks in the query ring; None sizes it from the engine. Key ``qcap.q.ring_blocks``.
-        ring_depth: steps of the largest size that the ring holds when it is sized from the engine. Key ``qcap.q.ring_depth``, default 2.
+        layerwise: load and store one layer at a time, while others compute. Key ``qcap.layerwise``, default False.
+        blending: load cached segments wherever they stand in a prompt; needs ``layerwise``. Key ``qcap.blending``, default False; no
+            engine can do it yet, so :meth:`from_extra` refuses it.
+        ring_bytes: device memory for queries on their way to the host. None takes 512 MiB, or what the engine's largest step and graph
+            need if that is more. Key ``qcap.q.ring_bytes``.
+        ring_blocks: blocks of a resident ring, which holds all layers on the device until a chunk is whole, in place of the streaming
+            one. Key ``qcap.q.ring_blocks``.
+        ring_depth: steps of the largest size that a resident ring holds. Key ``qcap.q.ring_depth``.
+        debug: count the rows that each step found, and compare; waits for the device. Key ``qcap.debug``, default False.
         host_bytes: bound on chunks waiting in host memory to be written; None takes two steps of the largest size, at least 256 MiB
             and at most 8 GiB. Key ``qcap.host_bytes``.
         model_name: the name to store under; None takes the engine's. Key ``qcap.model_name``.
@@ -83,10 +90,18 @@ class CaptureConfig:
     chunk_size: int = 256
     on_pressure: str = "skip"
     load: str = "salted"
+    layerwise: bool = False
+    blending: bool = False
+    ring_bytes: int | None = None
     ring_blocks: int | None = None
-    ring_depth: int = 2
+    ring_depth: int | None = None
+    debug: bool = False
     host_bytes: int | None = None
     model_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.blending and not self.layerwise:
+            raise ConfigError("qcap.blending works a layer at a time: set qcap.layerwise too, or qcap.blending to false")
 
     @classmethod
     def from_extra(cls, extra: Mapping[str, Any]) -> CaptureConfig:
@@ -108,7 +123,10 @@ class CaptureConfig:
         for key, (field, parse) in _PARSERS.items():
             if key in extra and extra[key] is not None:
                 values[field] = parse(key, extra[key])
-        return cls(**values)
+        config = cls(**values)
+        if config.blending:
+            raise ConfigError("qcap.blending: the model of no engine recomputes between cached segments yet: set it to false")
+        return config
 
 
 def _at_least(minimum: int):  # type: ignore[no-untyped-def]
@@ -122,6 +140,10 @@ _PARSERS: dict[str, tuple[str, Any]] = {
     "qcap.chunk_size": ("chunk_size", _at_least(1)),
     "qcap.on_pressure": ("on_pressure", lambda key, value: parse_choice(key, value, ("wait", "skip"))),
     "qcap.load": ("load", lambda key, value: parse_choice(key, value, ("salted", "all", "off"))),
+    "qcap.layerwise": ("layerwise", parse_bool),
+    "qcap.blending": ("blending", parse_bool),
+    "qcap.debug": ("debug", parse_bool),
+    "qcap.q.ring_bytes": ("ring_bytes", _at_least(1)),
     "qcap.q.ring_blocks": ("ring_blocks", lambda key, value: max(1, parse_int(key, value))),
     "qcap.q.ring_depth": ("ring_depth", lambda key, value: max(1, parse_int(key, value))),
     "qcap.host_bytes": ("host_bytes", _at_least(1)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from urllib.parse import quote, unquote
 
 import numpy as np
 import torch
@@ -145,13 +146,54 @@ class ChunkKey:
         """The key of one layer of this chunk."""
         return LayerKey(self, layer_id)
 
+    def split_layers(self, num_layers: int) -> tuple[LayerKey, ...]:
+        """The keys of layers ``0..num_layers - 1``; they differ in ``layer_id`` alone.
+
+        Raises:
+            TokenError: ``num_layers`` is not positive.
+        """
+        if num_layers <= 0:
+            raise TokenError(f"a chunk has at least one layer, got {num_layers}")
+        return tuple(LayerKey(self, i) for i in range(num_layers))
+
 
 @dataclass(frozen=True)
 class LayerKey:
-    """One layer of one chunk. Never equal to a plain key."""
+    """One layer of one chunk. Never equal to a plain key, nor to another layer's.
+
+    ``str()`` gives one line that :meth:`parse` reads back: the chunk key's fields, the layer, then a part a tag, joined by ``@``. In each
+    part everything but letters, digits and ``_.-~/`` is percent-encoded, so no field can run into the next.
+    """
 
     chunk: ChunkKey
     layer_id: int
+
+    def __post_init__(self) -> None:
+        if self.layer_id < 0:
+            raise TokenError(f"layers are numbered from 0, got {self.layer_id}")
+
+    def __str__(self) -> str:
+        c = self.chunk
+        parts = [quote(part) for part in (c.model, str(c.tp_size), str(c.tp_rank), c.dtype, c.digest, c.salt, str(self.layer_id))]
+        return "@".join(parts + [f"{quote(name)}={quote(value)}" for name, value in c.tags])
+
+    @classmethod
+    def parse(cls, text: str) -> LayerKey:
+        """The key that ``str()`` wrote as ``text``.
+
+        Raises:
+            TokenError: it is not what ``str()`` gives for any key.
+        """
+        try:
+            model, size, rank, dtype, digest, salt, layer, *tags = text.split("@")
+            pairs = tuple((unquote(name), unquote(value)) for name, value in (tag.split("=") for tag in tags))
+            chunk = ChunkKey(unquote(model), int(size), int(rank), unquote(dtype), unquote(digest), unquote(salt), pairs)
+            key = cls(chunk, int(layer))
+        except (TokenError, ValueError) as error:
+            raise TokenError(f"not a layer key: {text[:80]!r} ({error})") from None
+        if str(key) != text:
+            raise TokenError(f"not a layer key: {text[:80]!r} is not written as {str(key)[:80]!r}")
+        return key
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ Triton is imported on the first call with a CUDA tensor, so a machine without it
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -42,48 +43,67 @@ class _Package(ModuleType):
 sys.modules[__name__].__class__ = _Package
 
 
+_launchers: dict[str, Callable[..., None]] = {}  # by function: a step calls these often, and an import statement has its price
+
+
+def _launcher(op: str, function: str) -> Callable[..., None]:
+    launcher = _launchers.get(function)
+    if launcher is None:
+        launcher = _launchers[function] = getattr(import_module(f"{__name__}.{op}"), function)
+    return launcher
+
+
 def _launch(op: str, function: str, device: torch.device, *args: Any, **kwargs: Any) -> None:
-    launcher = getattr(import_module(f"{__name__}.{op}"), function)
+    launcher = _launcher(op, function)
+    if device.index == torch.cuda.current_device():
+        launcher(*args, **kwargs)
+        return
     with torch.cuda.device(device):  # Triton launches on the current device, whatever the tensors' device is
         launcher(*args, **kwargs)
 
 
 def slot_attribution(
-    slot_mapping: torch.Tensor, block_ids: torch.Tensor, ring_blocks: torch.Tensor, block_size: int, ring_slots: torch.Tensor
+    slot_mapping: torch.Tensor,
+    plan: torch.Tensor,
+    block_size: int,
+    ring_slots: torch.Tensor,
+    stamps: torch.Tensor,
+    counts: torch.Tensor | None = None,
 ) -> None:
     """Where each row of a step goes in the ring; -1 for a row that is not wanted. See :mod:`qcap.kernels.slot_attribution`."""
     if slot_mapping.is_cuda:
-        _launch("slot_attribution", "slot_attribution", slot_mapping.device, slot_mapping, block_ids, ring_blocks, block_size, ring_slots)
+        # No change of device: qcap.kernels.launch does that where it is needed.
+        _launcher("slot_attribution", "slot_attribution")(slot_mapping, plan, block_size, ring_slots, stamps, counts)
         return
-    checks.slot_attribution(slot_mapping, block_ids, ring_blocks, block_size, ring_slots)
-    reference.slot_attribution(slot_mapping, block_ids, ring_blocks, block_size, ring_slots)
+    checks.slot_attribution(slot_mapping, plan, block_size, ring_slots, stamps, counts)
+    reference.slot_attribution(slot_mapping, plan, block_size, ring_slots, stamps, counts)
 
 
 def row_scatter(rows: torch.Tensor, ring_slots: torch.Tensor, ring: torch.Tensor) -> None:
     """Write rows to their ring slots, dropping negative and out-of-range ones. See :mod:`qcap.kernels.row_scatter`."""
     if rows.is_cuda:
-        _launch("row_scatter", "row_scatter", rows.device, rows, ring_slots, ring)
+        _launcher("row_scatter", "row_scatter")(rows, ring_slots, ring)  # likewise
         return
     checks.row_scatter(rows, ring_slots, ring)
     reference.row_scatter(rows, ring_slots, ring)
 
 
-def gather_pages(table: PageTable, block_ids: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy blocks of all layers out of the pages into ``out`` ``[planes, L, nb*N, H]``. See :mod:`qcap.kernels.paged_copy`."""
+def gather_pages(table: PageTable, block_ids: torch.Tensor, out: torch.Tensor, first_layer: int = 0) -> None:
+    """Copy blocks of ``out``'s layers out of the pages into ``out`` ``[planes, l, nb*N, H]``. See :mod:`qcap.kernels.paged_copy`."""
     if table.device.type == "cuda":
-        _launch("paged_copy", "gather_pages", table.device, table, block_ids, out)
+        _launch("paged_copy", "gather_pages", table.device, table, block_ids, out, first_layer)
         return
-    checks.paged_copy("gather_pages", table, block_ids, out)
-    reference.gather_pages(table, block_ids, out)
+    checks.paged_copy("gather_pages", table, block_ids, out, first_layer)
+    reference.gather_pages(table, block_ids, out, first_layer)
 
 
-def scatter_pages(table: PageTable, block_ids: torch.Tensor, source: torch.Tensor) -> None:
-    """The inverse of :func:`gather_pages`: copy ``source`` ``[planes, L, nb*N, H]`` into blocks of all layers' pages."""
+def scatter_pages(table: PageTable, block_ids: torch.Tensor, source: torch.Tensor, first_layer: int = 0) -> None:
+    """The inverse of :func:`gather_pages`: copy ``source`` ``[planes, l, nb*N, H]`` into blocks of its layers' pages."""
     if table.device.type == "cuda":
-        _launch("paged_copy", "scatter_pages", table.device, table, block_ids, source)
+        _launch("paged_copy", "scatter_pages", table.device, table, block_ids, source, first_layer)
         return
-    checks.paged_copy("scatter_pages", table, block_ids, source)
-    reference.scatter_pages(table, block_ids, source)
+    checks.paged_copy("scatter_pages", table, block_ids, source, first_layer)
+    reference.scatter_pages(table, block_ids, source, first_layer)
 
 
 def rope_shift(

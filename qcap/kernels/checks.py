@@ -8,6 +8,7 @@ import torch
 
 from qcap.kernels.page_table import PageTable
 
+INT64 = (torch.int64,)
 INT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 MATHS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROW_DTYPES = (*MATHS_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64)  # int64: a step number a row
@@ -20,50 +21,65 @@ def _wrong(op: str, name: str, wanted: str, got: object, cause: str) -> ValueErr
 
 
 def _vector(op: str, name: str, tensor: torch.Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device, cause: str) -> None:
-    if tensor.dim() != 1 or tensor.dtype not in dtypes or tensor.device != device or (tensor.numel() > 1 and tensor.stride(0) != 1):
+    if tensor.dim() != 1 or tensor.dtype not in dtypes or tensor.device != device or not tensor.is_contiguous():
         names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise _wrong(op, name, f"contiguous {names} [n] on {device}", tensor, cause)
 
 
 def slot_attribution(
-    slot_mapping: torch.Tensor, block_ids: torch.Tensor, ring_blocks: torch.Tensor, block_size: int, ring_slots: torch.Tensor
+    slot_mapping: torch.Tensor,
+    plan: torch.Tensor,
+    block_size: int,
+    ring_slots: torch.Tensor,
+    stamps: torch.Tensor,
+    counts: torch.Tensor | None,
 ) -> None:
     """Raise ValueError if ``slot_attribution`` could not run on these."""
     op, device = "slot_attribution", slot_mapping.device
     _vector(op, "slot_mapping", slot_mapping, INT_DTYPES, device, "not the engine's slot_mapping")
-    _vector(op, "block_ids", block_ids, (torch.int64,), device, "the step's plan was built on the host and not copied")
-    _vector(op, "ring_blocks", ring_blocks, (torch.int64,), device, "the step's plan was built on the host and not copied")
-    _vector(op, "ring_slots", ring_slots, (torch.int64,), device, "the persistent buffer was made for another device")
+    _vector(op, "ring_slots", ring_slots, INT64, device, "the persistent buffer was made for another device")
+    _vector(op, "stamps", stamps, INT64, device, "stamps of another ring or device")
+    shape = plan.shape
+    if len(shape) != 2 or shape[0] < 2 or shape[1] != 4 or plan.dtype != torch.int64 or plan.device != device or not plan.is_contiguous():
+        cause = "the step's plan was built on the host and not copied, or has no room for a block"
+        raise _wrong(op, "plan", f"contiguous int64 [1 + P, 4] with P at least 1 on {device}", plan, cause)
     if block_size < 1:
         raise _wrong(op, "block_size", "at least 1", block_size, "the engine's cache_config was read before it was set")
-    if block_ids.numel() < 1 or block_ids.numel() != ring_blocks.numel():
-        got = f"{block_ids.numel()} and {ring_blocks.numel()}"
-        raise _wrong(op, "block_ids and ring_blocks", "the same length, at least 1", got, "an empty plan is one padded entry")
     if ring_slots.numel() < slot_mapping.numel():
         got = f"{ring_slots.numel()} < {slot_mapping.numel()}"
         raise _wrong(op, "ring_slots", "at least as many entries as slot_mapping", got, "slot_mapping is longer than the step: slice it")
+    if counts is not None:
+        _vector(op, "counts", counts, (torch.int32,), device, "counts of another device")
+        if counts.numel() != shape[0] - 1:
+            raise _wrong(op, "counts", f"{shape[0] - 1} entries, one a plan row after the first", counts, "counts of another plan")
 
 
 def row_scatter(rows: torch.Tensor, ring_slots: torch.Tensor, ring: torch.Tensor) -> None:
     """Raise ValueError if ``row_scatter`` could not run on these."""
-    op = "row_scatter"
-    if rows.dim() != 2 or rows.dtype not in ROW_DTYPES:
+    op, shape, dtype, device, target = "row_scatter", rows.shape, rows.dtype, rows.device, ring.shape
+    if len(shape) != 2 or dtype not in ROW_DTYPES:
         raise _wrong(op, "rows", "[R, H] of float32, bfloat16, float16, float8 or int64", rows, "heads were not flattened")
-    _vector(op, "ring_slots", ring_slots, (torch.int64,), rows.device, "slots of another step or device")
-    if ring_slots.numel() < rows.shape[0]:
-        raise _wrong(op, "ring_slots", f"at least {rows.shape[0]} entries", ring_slots, "rows are padded and slots are not")
-    if ring.dim() != 2 or ring.shape[1] != rows.shape[1] or not ring.is_contiguous() or ring.device != rows.device:
-        wanted = f"contiguous [S, {rows.shape[1]}] on {rows.device}"
+    _vector(op, "ring_slots", ring_slots, INT64, device, "slots of another step or device")
+    if ring_slots.numel() < shape[0]:
+        raise _wrong(op, "ring_slots", f"at least {shape[0]} entries", ring_slots, "rows are padded and slots are not")
+    if len(target) != 2 or target[1] != shape[1] or ring.device != device:
+        wanted = f"[S, {shape[1]}] on {device}"
         raise _wrong(op, "ring", wanted, ring, "the ring was sized for another head count, head size or device")
-    if ring.dtype != rows.dtype and ring.dtype not in MATHS_DTYPES:
-        wanted = f"float32, bfloat16, float16 or the rows' own {rows.dtype}"
+    if ring.stride()[1] != 1 and shape[1] > 1:
+        raise _wrong(op, "ring", "rows that are contiguous, that is a column stride of 1", ring, "a ring with its axes in another order")
+    if ring.dtype != dtype and ring.dtype not in MATHS_DTYPES:
+        wanted = f"float32, bfloat16, float16 or the rows' own {dtype}"
         raise _wrong(op, "ring", wanted, ring, "a cast to float8 needs a scale, which a ring does not keep")
 
 
-def paged_copy(op: str, table: PageTable, block_ids: torch.Tensor, rows: torch.Tensor) -> None:
+def paged_copy(op: str, table: PageTable, block_ids: torch.Tensor, rows: torch.Tensor, first_layer: int) -> None:
     """Raise ValueError if ``gather_pages`` or ``scatter_pages`` (``op`` says which) could not run on these."""
-    _vector(op, "block_ids", block_ids, (torch.int64,), table.device, "block ids were left on the host")
-    shape = table.rows_shape(block_ids.numel())
+    _vector(op, "block_ids", block_ids, INT64, table.device, "block ids were left on the host")
+    count = rows.shape[1] if rows.dim() == 4 else table.num_layers - first_layer
+    if first_layer < 0 or count < 1 or first_layer + count > table.num_layers:
+        got = f"{count} layers from first_layer={first_layer}"
+        raise _wrong(op, "layers", f"at least 1, within the table's {table.num_layers}", got, "a buffer for other layers")
+    shape = table.rows_shape(block_ids.numel(), count)
     name = "out" if op == "gather_pages" else "source"
     if tuple(rows.shape) != shape or rows.dtype != table.dtype or not rows.is_contiguous():
         raise _wrong(op, name, f"contiguous {table.dtype} {shape}", rows, "another geometry, or a cast, which a copy does not do")
@@ -79,7 +95,7 @@ def rope_shift(
     if keys.dim() != 3 or keys.dtype not in MATHS_DTYPES:
         raise _wrong(op, "keys", "[T, HK, D] of float32, bfloat16 or float16", keys, "float8 keys must be made float first")
     for name, positions in (("old_positions", old_positions), ("new_positions", new_positions)):
-        _vector(op, name, positions, (torch.int64,), device, "positions were left on the host")
+        _vector(op, name, positions, INT64, device, "positions were left on the host")
         if positions.numel() != keys.shape[0]:
             raise _wrong(op, name, f"{keys.shape[0]} positions, one a token", positions, "keys were cut and positions were not")
     _vector(op, "inv_freq", inv_freq, (torch.float32,), device, "inv_freq was left on the host or rounded")

@@ -38,21 +38,16 @@ class Case:
     not_for: tuple[str, ...] = field(default=())
 
 
-def _slot_attribution(name: str, slots: str) -> Case:
-    types = {
-        "slot_mapping_ptr": slots,
-        "block_ids_ptr": "*i64",
-        "ring_blocks_ptr": "*i64",
-        "ring_slots_ptr": "*i64",
-        "num_rows": "i32",
-        "num_out": "i32",
-        "num_blocks": "i32",
-    }
-    return Case(name, "slot_attribution", "slot_attribution_kernel", types, {"BLOCK_SIZE": 16, "STEPS": 11, "BLOCK": 256})
+def _slot_attribution(name: str, slots: str, count: bool) -> Case:
+    types = {"slot_mapping_ptr": slots, "plan_ptr": "*i64", "ring_slots_ptr": "*i64", "stamps_ptr": "*i64"}
+    types["counts_ptr"] = "*i32" if count else "*i64"
+    types |= dict.fromkeys(("num_rows", "num_out", "num_slots", "capacity"), "i32")
+    constants = {"BLOCK_SIZE": 16, "STEPS": 11, "COUNT": count, "BLOCK": 256}
+    return Case(name, "slot_attribution", "slot_attribution_kernel", types, constants)
 
 
 def _row_scatter(name: str, rows: str, ring: str, width: int = 4096, column: Any = 1, not_for: tuple[str, ...] = ()) -> Case:
-    types = {"rows_ptr": rows, "ring_slots_ptr": "*i64", "ring_ptr": ring, "num_slots": "i32", "stride_row": "i64"}
+    types = {"rows_ptr": rows, "ring_slots_ptr": "*i64", "ring_ptr": ring, "num_slots": "i32", "stride_row": "i64", "stride_slot": "i64"}
     constants: dict[str, Any] = {"H": width, "BLOCK_H": min(triton.next_power_of_2(width), 2048)}
     if column == 1:
         constants["stride_col"] = 1
@@ -62,17 +57,9 @@ def _row_scatter(name: str, rows: str, ring: str, width: int = 4096, column: Any
 
 
 def _paged_copy(name: str, bits: str, gather: bool, shape: tuple[int, int, int], tile: tuple[int, int], dim_stride_one: bool) -> Case:
-    types = {
-        "pages_ptr": "*i64",
-        "block_ids_ptr": "*i64",
-        "rows_ptr": bits,
-        "first_page": "i32",
-        "num_ids": "i32",
-        "num_blocks": "i32",
-        "stride_block": "i64",
-        "stride_head": "i64",
-        "stride_token": "i64",
-    }
+    types = {"pages_ptr": "*i64", "block_ids_ptr": "*i64", "rows_ptr": bits}
+    types |= dict.fromkeys(("first_plane", "first_layer", "table_layers", "num_layers", "num_ids", "num_blocks"), "i32")
+    types |= {"stride_block": "i64", "stride_head": "i64", "stride_token": "i64"}
     heads, n, d = shape
     constants: dict[str, Any] = {"HEADS": heads, "N": n, "D": d, "GATHER": gather, "ALIGNED": dim_stride_one}
     constants |= {"BLOCK_N": tile[0], "BLOCK_D": tile[1]}
@@ -85,6 +72,7 @@ def _paged_copy(name: str, bits: str, gather: bool, shape: tuple[int, int, int],
 
 def _rope_shift(name: str, keys: str, head_size: int, half: int, interleaved: bool) -> Case:
     types = {"keys_ptr": keys, "old_positions_ptr": "*i64", "new_positions_ptr": "*i64", "inv_freq_ptr": "*fp32", "out_ptr": keys}
+    types["num_tokens"] = "i32"
     types |= {f"{which}_stride_{axis}": "i64" for which in ("keys", "out") for axis in ("token", "head")}
     constants = {
         "keys_stride_dim": 1,
@@ -94,10 +82,8 @@ def _rope_shift(name: str, keys: str, head_size: int, half: int, interleaved: bo
         "HALF": half,
         "INTERLEAVED": interleaved,
         "COPY_REST": 2 * half < head_size,
-        "BLOCK_H": 8,
-        "BLOCK_PAIRS": triton.next_power_of_2(max(half, 1)),
-        "BLOCK_REST": triton.next_power_of_2(max(head_size - 2 * half, 1)),
     }
+    constants |= import_module("qcap.kernels.rope_shift").block_shape(8, head_size, half)
     return Case(name, "rope_shift", "rope_shift_kernel", types, constants)
 
 
@@ -137,8 +123,8 @@ def _join_lse() -> Case:
 
 
 CASES: tuple[Case, ...] = (
-    _slot_attribution("slot_attribution int64", "*i64"),
-    _slot_attribution("slot_attribution int32", "*i32"),
+    _slot_attribution("slot_attribution int64", "*i64", False),
+    _slot_attribution("slot_attribution int32, counted", "*i32", True),
     _row_scatter("row_scatter 16 bits", "*i16", "*i16"),
     _row_scatter("row_scatter fp32 to bf16, strided, odd width", "*fp32", "*bf16", width=577, column="strided"),
     _row_scatter("row_scatter bf16 to fp16", "*bf16", "*fp16"),
@@ -149,6 +135,7 @@ CASES: tuple[Case, ...] = (
     _paged_copy("paged_copy gather 8 bits, strided, odd", "*u8", True, (3, 12, 80), (16, 128), False),
     _paged_copy("paged_copy gather a ring", "*i16", True, (1, 16, 4096), (4, 1024), True),
     _rope_shift("rope_shift bf16", "*bf16", 128, 64, False),
+    _rope_shift("rope_shift bf16 interleaved", "*bf16", 128, 64, True),
     _rope_shift("rope_shift fp32 partial interleaved", "*fp32", 80, 16, True),
     _rope_shift("rope_shift fp16 no rope", "*fp16", 64, 0, False),
     *(

@@ -98,6 +98,7 @@ class PageTable:
         """One (block, head, token, dim) a plane, in elements."""
         return tuple(view.stride() for view in self.views[0])
 
-    def rows_shape(self, num_block_ids: int) -> tuple[int, int, int, int]:
-        """``[planes, L, nb*N, heads*D]``: the shape that ``num_block_ids`` blocks gather to."""
-        return (self.num_planes, self.num_layers, num_block_ids * self.block_size, self.heads * self.head_size)
+    def rows_shape(self, num_block_ids: int, num_layers: int | None = None) -> tuple[int, int, int, int]:
+        """``[planes, l, nb*N, heads*D]``: the shape that ``num_block_ids`` blocks of ``num_layers`` layers (None: all) gather to."""
+        layers = self.num_layers if num_layers is None else num_layers
+        return (self.num_planes, layers, num_block_ids * self.block_size, self.heads * self.head_size)

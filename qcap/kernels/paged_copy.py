@@ -1,15 +1,16 @@
 """Blocks of all layers out of an engine's pages, and back into them.
 
-``gather_pages(table, block_ids, out) -> None``
-``scatter_pages(table, block_ids, source) -> None``
+``gather_pages(table, block_ids, out, first_layer=0) -> None``
+``scatter_pages(table, block_ids, source, first_layer=0) -> None``
 
 - table      :class:`~qcap.kernels.page_table.PageTable` over ``views[L][planes]``, each ``[B, heads, N, D]`` with any strides. Read by
              gather, written by scatter.
 - block_ids  [nb]  int64, contiguous, on the table's device, read. An id that is negative or >= B is left out: gather leaves its rows
              of ``out`` as they are, scatter drops its rows of ``source``. An id that scatter gets twice: one of the two is written,
              token by token, which one is not defined.
-- out/source [planes, L, nb*N, heads*D]  the table's dtype, contiguous, on the table's device or in pinned host memory.
-             ``out[p, l, i*N + n, h*D + d] = views[l][p][block_ids[i], h, n, d]``, bit for bit. There is no cast.
+- out/source [planes, l, nb*N, heads*D]  the table's dtype, contiguous, on the table's device or in pinned host memory. For the layers
+             first_layer..first_layer+l-1, l >= 1, all of them the table's.
+             ``out[p, k, i*N + n, h*D + d] = views[first_layer + k][p][block_ids[i], h, n, d]``, bit for bit. There is no cast.
 
 Graph-safe: the grid comes from shapes, nothing is allocated and nothing waits. Elements are addressed with 64 bits. All layers go in one
 launch, and all planes too where their strides agree. One program does a tile [BLOCK_N, BLOCK_D] of one head of one block, plane and
@@ -29,12 +30,16 @@ from qcap.kernels.page_table import PageTable
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-@triton.jit
+# Not specialised: one kernel for any number of blocks and layers.
+@triton.jit(do_not_specialize=["first_plane", "first_layer", "table_layers", "num_layers", "num_ids", "num_blocks"])
 def paged_copy_kernel(
     pages_ptr,  # int64 [planes, L]: addresses
     block_ids_ptr,  # [nb]
-    rows_ptr,  # [planes, L, nb * N, heads * D]
-    first_page,  # first plane of this launch * L
+    rows_ptr,  # [planes, l, nb * N, heads * D]
+    first_plane,  # of this launch
+    first_layer,
+    table_layers,  # L
+    num_layers,  # l
     num_ids,  # nb
     num_blocks,  # B
     stride_block: tl.int64,
@@ -54,19 +59,20 @@ def paged_copy_kernel(
     index = tl.program_id(0) // TILES
     tile = tl.program_id(0) % TILES
     head = tl.program_id(1).to(tl.int64)
-    page = first_page + tl.program_id(2).to(tl.int64)
+    plane = first_plane + (tl.program_id(2) // num_layers).to(tl.int64)
+    layer = tl.program_id(2) % num_layers
     token = (tile // TILES_D * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     dim = (tile % TILES_D * BLOCK_D + tl.arange(0, BLOCK_D)).to(tl.int64)
 
     block = tl.load(block_ids_ptr + index)
     if (block >= 0) & (block < num_blocks):
         inside = (token < N)[:, None] & (dim < D)[None, :]
-        view_ptr = tl.load(pages_ptr + page).to(tl.pointer_type(rows_ptr.dtype.element_ty))
+        view_ptr = tl.load(pages_ptr + plane * table_layers + first_layer + layer).to(tl.pointer_type(rows_ptr.dtype.element_ty))
         if ALIGNED:
             view_ptr = tl.multiple_of(view_ptr, 16)
         view_ptr += block * stride_block + head * stride_head
         view_ptrs = view_ptr + token[:, None] * stride_token + dim[None, :] * stride_dim
-        row = (page * num_ids + index) * N + token
+        row = ((plane * num_layers + layer) * num_ids + index) * N + token
         row_ptrs = rows_ptr + row[:, None] * (HEADS * D) + head * D + dim[None, :]
         if GATHER:
             tl.store(row_ptrs, tl.load(view_ptrs, mask=inside), mask=inside)
@@ -80,7 +86,7 @@ def block_shape(block_size: int, head_size: int) -> tuple[int, int]:
     return min(triton.next_power_of_2(block_size), 4096 // block_d), block_d
 
 
-def _copy(table: PageTable, block_ids: torch.Tensor, rows: torch.Tensor, gather: bool) -> None:
+def _copy(table: PageTable, block_ids: torch.Tensor, rows: torch.Tensor, first_layer: int, gather: bool) -> None:
     if rows.numel() == 0 or table.num_blocks == 0:
         return
     rows = rows.view(_BITS[rows.element_size()])
@@ -89,12 +95,15 @@ def _copy(table: PageTable, block_ids: torch.Tensor, rows: torch.Tensor, gather:
     strides = table.strides
     planes_at_once = table.num_planes if len(set(strides)) == 1 else 1
     for plane in range(0, table.num_planes, planes_at_once):
-        grid = (block_ids.numel() * tiles, table.heads, planes_at_once * table.num_layers)
+        grid = (block_ids.numel() * tiles, table.heads, planes_at_once * rows.shape[1])
         paged_copy_kernel[grid](
             table.pointers,
             block_ids,
             rows,
-            plane * table.num_layers,
+            plane,
+            first_layer,
+            table.num_layers,
+            rows.shape[1],
             block_ids.numel(),
             table.num_blocks,
             *strides[plane],
@@ -108,13 +117,13 @@ def _copy(table: PageTable, block_ids: torch.Tensor, rows: torch.Tensor, gather:
         )
 
 
-def gather_pages(table: PageTable, block_ids: torch.Tensor, out: torch.Tensor) -> None:
+def gather_pages(table: PageTable, block_ids: torch.Tensor, out: torch.Tensor, first_layer: int = 0) -> None:
     """Copy blocks of all layers' pages into ``out``. The module's docstring is the contract."""
-    checks.paged_copy("gather_pages", table, block_ids, out)
-    _copy(table, block_ids, out, gather=True)
+    checks.paged_copy("gather_pages", table, block_ids, out, first_layer)
+    _copy(table, block_ids, out, first_layer, gather=True)
 
 
-def scatter_pages(table: PageTable, block_ids: torch.Tensor, source: torch.Tensor) -> None:
+def scatter_pages(table: PageTable, block_ids: torch.Tensor, source: torch.Tensor, first_layer: int = 0) -> None:
     """Copy ``source`` into blocks of all layers' pages. The module's docstring is the contract."""
-    checks.paged_copy("scatter_pages", table, block_ids, source)
-    _copy(table, block_ids, source, gather=False)
+    checks.paged_copy("scatter_pages", table, block_ids, source, first_layer)
+    _copy(table, block_ids, source, first_layer, gather=False)

@@ -5,9 +5,9 @@
 - rows        [R, H]   float32, bfloat16, float16, float8 (e4m3fn, e5m2) or int64, any strides (a slice of fused QKV, say), read.
 - ring_slots  [>= R]   int64, contiguous, read. Where row i goes; negative or >= S: the row is dropped. Entries past R are not looked at.
                        Two rows with one slot: one of them is written, which one is not defined.
-- ring        [S, H]   contiguous, written. The rows' own dtype (copied bit for bit), or float32, bfloat16 or float16 (cast, rounding
-                       to nearest even). A float8 ring takes rows of its own dtype only. float8_e4m3fn rows are cast by compute
-                       capability 8.9 and up.
+- ring        [S, H]   column stride 1, any row stride (one layer of a ring ``[S, L, H]``, say), written; what lies between its rows is
+                       not. The rows' own dtype (copied bit for bit), or float32, bfloat16 or float16 (cast, rounding to nearest even).
+                       A float8 ring takes rows of its own dtype only. float8_e4m3fn rows are cast by compute capability 8.9 and up.
 
 Graph-safe: the grid comes from ``rows``' shape, nothing is allocated and nothing waits. Elements are addressed with 64 bits. One program
 does BLOCK_H elements of one row; a dropped row costs one load. Reference: ``reference/row_scatter.py``.
@@ -22,8 +22,10 @@ import triton
 import triton.language as tl
 
 from qcap.kernels import checks
+from qcap.kernels.launch import Launch
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WARPS = 4
 
 
 @triton.jit
@@ -34,6 +36,7 @@ def row_scatter_kernel(
     num_slots,  # S
     stride_row: tl.int64,
     stride_col,  # not annotated, so that 1 becomes a constant and loads are wide
+    stride_slot: tl.int64,
     H: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
@@ -42,24 +45,27 @@ def row_scatter_kernel(
     slot = tl.load(ring_slots_ptr + row)
     if (slot >= 0) & (slot < num_slots):
         values = tl.load(rows_ptr + row * stride_row + column * stride_col, mask=column < H)
-        tl.store(ring_ptr + slot * H + column, values.to(ring_ptr.dtype.element_ty), mask=column < H)
+        tl.store(ring_ptr + slot * stride_slot + column, values.to(ring_ptr.dtype.element_ty), mask=column < H)
+
+
+_launch = Launch(row_scatter_kernel)
 
 
 def block_width(width: int) -> int:
     """BLOCK_H for a row of ``width`` elements."""
-    return min(int(triton.next_power_of_2(width)), 2048)
+    return min(1 << (width - 1).bit_length(), 2048)
 
 
 def row_scatter(rows: torch.Tensor, ring_slots: torch.Tensor, ring: torch.Tensor) -> None:
     """Write ``rows[i]`` to ``ring[ring_slots[i]]``, dropping slots out of range. The module's docstring is the contract."""
     checks.row_scatter(rows, ring_slots, ring)
-    num_rows, width = rows.shape
-    if num_rows == 0 or width == 0 or ring.shape[0] == 0:
+    (num_rows, width), num_slots = rows.shape, ring.shape[0]
+    if num_rows == 0 or width == 0 or num_slots == 0:
         return
-    if rows.dtype == ring.dtype:
-        bits = _BITS[rows.element_size()]  # a copy needs no float type, which matters for float8 on older devices and for NaNs
-        rows, ring = rows.view(bits), ring.view(bits)
+    seen, kept = rows.dtype, ring.dtype
+    if seen == kept:
+        seen = kept = _BITS[seen.itemsize]  # a copy needs no float type, which matters for float8 on older devices and for NaNs
     block = block_width(width)
-    row_scatter_kernel[(num_rows, triton.cdiv(width, block))](
-        rows, ring_slots, ring, ring.shape[0], rows.stride(0), rows.stride(1), H=width, BLOCK_H=block
-    )
+    grid = (num_rows, (width + block - 1) // block, 1)
+    numbers = (num_slots, *rows.stride(), ring.stride()[0])
+    _launch(grid, (rows, ring_slots, ring), (seen, torch.int64, kept), numbers, (width, block), _WARPS)

@@ -69,8 +69,11 @@ class Bucket(Protocol):
     def stage(self, buffers: Sequence[Buffer]) -> Staged:
         """Write beside. Raises ``OSError`` and leaves nothing when that fails."""
 
-    def open(self, path: str) -> Reader | None:
-        """Open for reading; None if there is no such file."""
+    def open(self, path: str, head: int | None = None) -> Reader | None:
+        """Open for reading; None if there is no such file. With ``head``, only so many bytes from the start are sure to be readable."""
+
+    def read_range(self, path: str, offset: int, buffers: Sequence[memoryview]) -> int:
+        """Fill ``buffers`` with the bytes from ``offset`` on, of what is published now; how many there were (0 for no such file)."""
 
     def exists(self, path: str) -> bool:
         """Whether ``path`` is published."""
@@ -109,11 +112,21 @@ class LocalBucket:
             os.close(fd)
         return LocalStaged(self.root, path)
 
-    def open(self, path: str) -> LocalReader | None:
+    def open(self, path: str, head: int | None = None) -> LocalReader | None:
         try:
             return LocalReader(os.open(self.root / path, os.O_RDONLY | os.O_CLOEXEC))
         except FileNotFoundError:
             return None
+
+    def read_range(self, path: str, offset: int, buffers: Sequence[memoryview]) -> int:
+        try:
+            fd = os.open(f"{self.root}/{path}", os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return 0
+        try:
+            return read_all_at(fd, buffers, offset)
+        finally:
+            os.close(fd)
 
     def exists(self, path: str) -> bool:
         return os.path.exists(f"{self.root}/{path}")
@@ -225,11 +238,30 @@ class ObstoreBucket:
     def stage(self, buffers: Sequence[Buffer]) -> ObstoreStaged:
         return ObstoreStaged(self._store, b"".join(buffers))
 
-    def open(self, path: str) -> BytesReader | None:
+    def open(self, path: str, head: int | None = None) -> BytesReader | None:
         try:
-            return BytesReader(memoryview(obstore.get(self._store, path).bytes()))
+            if head is None:
+                return BytesReader(memoryview(obstore.get(self._store, path).bytes()))
+            try:
+                found = obstore.get(self._store, path, options={"range": (0, head)})
+            except FileNotFoundError:
+                raise
+            except Exception:  # an empty object has no first byte, which stores answer in ways of their own
+                return self.open(path)
+            return BytesReader(memoryview(found.bytes()), found.meta["size"])
         except FileNotFoundError:
             return None
+
+    def read_range(self, path: str, offset: int, buffers: Sequence[memoryview]) -> int:
+        try:
+            data = obstore.get_range(self._store, path, start=offset, length=sum(b.nbytes for b in buffers))
+        except FileNotFoundError:
+            return 0
+        except Exception:
+            if obstore.head(self._store, path)["size"] > offset:
+                raise
+            return 0  # it was replaced by a shorter one
+        return BytesReader(memoryview(data)).readinto(buffers)
 
     def exists(self, path: str) -> bool:
         try:
@@ -285,12 +317,12 @@ class ObstoreStaged:
 
 
 class BytesReader:
-    """Bytes in memory."""
+    """Bytes in memory, all or the first of ``nbytes``."""
 
-    def __init__(self, data: memoryview) -> None:
+    def __init__(self, data: memoryview, nbytes: int | None = None) -> None:
         self._data = data
         self._at = 0
-        self.nbytes = data.nbytes
+        self.nbytes = data.nbytes if nbytes is None else nbytes
 
     def readinto(self, buffers: Sequence[memoryview]) -> int:
         start = self._at
@@ -323,6 +355,26 @@ def read_all(fd: int, buffers: Sequence[memoryview]) -> int:
         total += done
         at = _advance(todo, at, done)
     return total
+
+
+def read_all_at(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+    """As :func:`read_all`, from ``offset`` on."""
+    todo = list(buffers)
+    at = total = 0
+    while at < len(todo):
+        done = os.preadv(fd, todo[at : at + _IOV], offset + total) if hasattr(os, "preadv") else _pread(fd, todo[at], offset + total)
+        if done == 0:
+            break
+        total += done
+        at = _advance(todo, at, done)
+    return total
+
+
+def _pread(fd: int, buffer: memoryview, offset: int) -> int:
+    """One ``preadv``, where the system has none."""
+    data = os.pread(fd, buffer.nbytes, offset)
+    buffer[: len(data)] = data
+    return len(data)
 
 
 def _advance(todo: list[memoryview], at: int, done: int) -> int:

@@ -99,11 +99,33 @@ class EncodedChunk:
 
 
 def tensor_pieces(tensor: torch.Tensor) -> list[memoryview]:
-    """A contiguous CPU tensor ``[planes, L, CH, H]`` as byte views in file order: layer 0's planes, layer 1's planes, ..."""
+    """A CPU tensor ``[planes, L, CH, H]``, each ``[CH, H]`` contiguous, as byte views in file order: layer 0's planes, layer 1's, ..."""
     planes, layers = tensor.shape[:2]
-    flat = tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-    size = flat.nbytes // (planes * layers)
-    return [flat[(p * layers + i) * size : (p * layers + i + 1) * size] for i in range(layers) for p in range(planes)]
+    whole = tensor.detach()
+    return [whole[p, i].view(-1).view(torch.uint8).numpy().data for i in range(layers) for p in range(planes)]
+
+
+def layer_pieces(header: ChunkHeader, layer: torch.Tensor) -> list[memoryview]:
+    """One layer ``[planes, CH, H]`` as byte views, a plane each, in file order. Planes may lie anywhere; each is contiguous.
+
+    Raises:
+        ShapeError: not the shape, dtype or device of a layer of ``header``'s object, or a plane is not contiguous.
+    """
+    geometry, kind = header.record.geometry, header.record.kind
+    planes, _, chunk, hidden = geometry.chunk_shape(kind)
+    good = tuple(layer.shape) == (planes, chunk, hidden) and layer.dtype == geometry.torch_dtype and layer.device.type == "cpu"
+    if not good or not all(plane.is_contiguous() for plane in layer):
+        raise ShapeError(
+            f"a layer of this object is {(planes, chunk, hidden)} of {geometry.dtype} on the CPU, each plane contiguous; got "
+            f"{tuple(layer.shape)} of {layer.dtype} on {layer.device}, strides {layer.stride()}"
+        )
+    return [plane.detach().reshape(-1).view(torch.uint8).numpy().data for plane in layer]
+
+
+def empty_layer(header: ChunkHeader) -> torch.Tensor:
+    """An uninitialised ``[planes, CH, H]`` of the header's dtype, to read one layer into."""
+    planes, _, chunk, hidden = header.record.geometry.chunk_shape(header.record.kind)
+    return torch.empty((planes, chunk, hidden), dtype=header.record.geometry.torch_dtype)
 
 
 def encode(record: ChunkRecord, tensor: torch.Tensor) -> EncodedChunk:
@@ -111,7 +133,7 @@ def encode(record: ChunkRecord, tensor: torch.Tensor) -> EncodedChunk:
 
     Args:
         record: the header; its digest must be that of its tokens.
-        tensor: ``record.geometry.chunk_shape(kind)`` in the geometry's dtype, contiguous, on the CPU. Read only.
+        tensor: ``record.geometry.chunk_shape(kind)`` in the geometry's dtype, on the CPU, each ``[CH, H]`` contiguous. Read only.
 
     Raises:
         ShapeError: the tensor is not what the record says.
@@ -123,8 +145,10 @@ def encode(record: ChunkRecord, tensor: torch.Tensor) -> EncodedChunk:
         raise ShapeError(
             f"a {kind.value} chunk of {geometry.model!r} is {wanted} of {geometry.dtype}, got {tuple(tensor.shape)} of {tensor.dtype}"
         )
-    if tensor.device.type != "cpu" or not tensor.is_contiguous():
-        raise ShapeError(f"a chunk to store must be contiguous and on the CPU, got strides {tensor.stride()} on {tensor.device}")
+    if tensor.device.type != "cpu" or not tensor[0, 0].is_contiguous():
+        raise ShapeError(
+            f"each layer of a chunk to store must be contiguous and on the CPU, got strides {tensor.stride()} on {tensor.device}"
+        )
     if chain_digest(record.parent, record.token_ids) != record.digest:
         raise TokenError(
             f"digest {record.digest!r} is not that of parent {record.parent!r} and the chunk's tokens: use qcap.tokens to make it"
@@ -320,7 +344,8 @@ def _record(metadata: dict[str, str]) -> tuple[ChunkRecord, tuple[str, ...]]:
     except (ValueError, RecursionError) as error:
         _corrupt(f"metadata is not JSON where it should be ({error})")
     for key in ("token_ids", "positions"):
-        if not isinstance(values[key], list) or not all(_is_int(v) and 0 <= v < 2**32 for v in values[key]):
+        numbers = values[key]  # checked all at once: this is most of what reading a header costs
+        if not isinstance(numbers, list) or set(map(type, numbers)) - {int} or (numbers and not 0 <= min(numbers) <= max(numbers) < 2**32):
             _corrupt(f"metadata {key!r} is not a list of integers in [0, 2**32)")
     if not _is_int(values["start"]) or values["start"] < 0:
         _corrupt(f"metadata 'start' is {values['start']!r}, not a position")

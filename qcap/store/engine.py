@@ -22,9 +22,10 @@ from qcap.config import parse_choice, parse_int
 from qcap.errors import ObjectCorrupt, QcapError, StoreUnavailable
 from qcap.geometry import Geometry
 from qcap.kinds import CacheKind
+from qcap.store.chunkfile import ChunkHeader, empty_layer
 from qcap.store.metrics import Counters, RateLimitedLog
-from qcap.store.objects import ObjectTier, PreparedChunk
-from qcap.store.tiers import LoadedChunk, SequenceRecord, StoreOutcome
+from qcap.store.objects import LayerReplaced, ObjectTier, PreparedChunk
+from qcap.store.tiers import LayerReader, LoadedChunk, SequenceRecord, StoreOutcome
 from qcap.store.write_queue import Job, WriteQueue
 from qcap.tokens import ChunkKey, ChunkRecord
 
@@ -45,6 +46,7 @@ COUNTERS = (
     "waits",
     "wait_us",
     "loaded",
+    "layers_loaded",
     "bytes_loaded",
     "load_missing",
     "load_corrupt",
@@ -53,7 +55,8 @@ COUNTERS = (
     "sequences_corrupt",
 )
 """``stored + exists + refused + failed`` is the number of ``store()`` calls that ended. ``tokens_stored`` counts tokens of objects really
-written. ``write_us``: microseconds from queue to visible, summed over ``stored``; ``wait_us``: that callers were held for room."""
+written. ``loaded`` counts whole chunks, ``layers_loaded`` single layers, ``bytes_loaded`` both. ``write_us``: microseconds from queue to
+visible, summed over ``stored``; ``wait_us``: that callers were held for room."""
 
 STALE_STAGING_S = 24 * 3600.0
 MAX_REMEMBERED = 1 << 17
@@ -228,10 +231,7 @@ class StoreEngine:
         try:
             loaded = self._reach(lambda: self._tier.load(key))
         except ObjectCorrupt as error:
-            self._corrupt.add(key)
-            self._known.discard(key)
-            self._counts.add("load_corrupt")
-            self._log.error("%s", error)
+            self._found_corrupt(key, error)
             raise
         if loaded is None:
             self._known.discard(key)
@@ -241,6 +241,39 @@ class StoreEngine:
         self._counts.add("loaded")
         self._counts.add("bytes_loaded", loaded.tensor.nbytes)
         return loaded
+
+    def open_layers(self, key: ChunkKey) -> LayerReader | None:
+        """See :class:`Backend`."""
+        try:
+            header = self._reach(lambda: self._tier.header(key))
+        except ObjectCorrupt as error:
+            self._found_corrupt(key, error)
+            raise
+        if header is None:
+            self._known.discard(key)
+            self._counts.add("load_missing")
+            return None
+        return _Layers(self, key, header)
+
+    def read_layer(self, key: ChunkKey, header: ChunkHeader, layer: int, out: torch.Tensor) -> None:
+        """One layer into ``out``; see :class:`LayerReader`, which is how to get here."""
+        try:
+            self._reach(lambda: self._tier.read_layer(header, layer, out))
+        except LayerReplaced as error:
+            self._counts.add("load_corrupt")
+            self._log.warning("%s", error)
+            raise
+        except ObjectCorrupt as error:
+            self._found_corrupt(key, error)
+            raise
+        self._counts.add("layers_loaded")
+        self._counts.add("bytes_loaded", header.layer_bytes)
+
+    def _found_corrupt(self, key: ChunkKey, error: ObjectCorrupt) -> None:
+        self._corrupt.add(key)
+        self._known.discard(key)
+        self._counts.add("load_corrupt")
+        self._log.error("%s", error)
 
     def manifests(self, model: str | None = None) -> list[tuple[Geometry, tuple[CacheKind, ...], dict[str, str]]]:
         """See :class:`Backend`. Raises ``ObjectCorrupt`` for one that cannot be read."""
@@ -295,6 +328,26 @@ class StoreEngine:
         except Exception as error:  # OSError, and obstore's own tree that has no common base with it
             reason = str(error).split("\n", 1)[0]
             raise StoreUnavailable(f"{self._tier.url} cannot be reached: {type(error).__name__}: {reason}") from error
+
+
+class _Layers:
+    """A :class:`~qcap.store.tiers.LayerReader`."""
+
+    def __init__(self, engine: StoreEngine, key: ChunkKey, header: ChunkHeader) -> None:
+        self._engine, self._key, self._header = engine, key, header
+
+    @property
+    def record(self) -> ChunkRecord:
+        """Its header, checked."""
+        return self._header.record
+
+    def read(self, layer: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """See :class:`LayerReader`."""
+        if not 0 <= layer < len(self._header.layer_checksums):
+            raise IndexError(f"layer {layer} of {len(self._header.layer_checksums)}")
+        out = empty_layer(self._header) if out is None else out
+        self._engine.read_layer(self._key, self._header, layer, out)
+        return out
 
 
 class _Remembered:

@@ -25,7 +25,7 @@ import msgspec
 import torch
 from blake3 import blake3
 
-from qcap.errors import ObjectCorrupt
+from qcap.errors import ObjectCorrupt, StoreError
 from qcap.geometry import Geometry
 from qcap.kinds import CacheKind
 from qcap.store import chunkfile
@@ -34,8 +34,22 @@ from qcap.store.tiers import LoadedChunk, SequenceRecord
 from qcap.tokens import ChunkKey, ChunkRecord
 
 OBJECTS, MODELS, SEQUENCES = "objects", "models", "sequences"
+HEAD_BYTES = 64 << 10
+"""What is asked for where only a header is wanted; a longer one costs a second request."""
 JSON_FORMAT = 1
 _OBJECT_PATH = re.compile(r"objects/([0-9a-f]{2})/(\1[0-9a-f]{62})\.safetensors")
+
+
+class LayerReplaced(ObjectCorrupt):
+    """The object was replaced or removed between two range reads. What is stored now may be sound."""
+
+
+class _LongHeader(StoreError):
+    """The header goes beyond what was read. ``nbytes``: its length."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(f"the header has {nbytes} bytes")
+        self.nbytes = nbytes
 
 
 def object_path(key: ChunkKey) -> str:
@@ -126,13 +140,46 @@ class ObjectTier:
 
     def header(self, key: ChunkKey) -> chunkfile.ChunkHeader | None:
         """The header of one chunk, checked; None if there is no such object. Raises ``ObjectCorrupt``."""
-        path = object_path(key)
-        with self._open(path) as reader:
-            if reader is None:
-                return None
-            header = _read_header(reader, path)
+        path, head = object_path(key), HEAD_BYTES
+        while True:
+            with self._open(path, head) as reader:
+                if reader is None:
+                    return None
+                try:
+                    header = _read_header(reader, path)
+                    break
+                except _LongHeader as error:
+                    if error.nbytes <= head:
+                        raise ObjectCorrupt(f"{path}: truncated while it was read") from None
+                    head = error.nbytes
         _check_key(header.record, path)
         return header
+
+    def read_layer(self, header: chunkfile.ChunkHeader, layer: int, out: torch.Tensor) -> None:
+        """One layer of the object that ``header`` is of, into ``out``: one range read, checked.
+
+        Args:
+            header: from :meth:`header`.
+            layer: index of the layer. Raises ``IndexError``.
+            out: see :func:`chunkfile.layer_pieces`.
+
+        Raises:
+            LayerReplaced: another object is there now, or none: not damage.
+            ObjectCorrupt: the layer does not verify.
+            ShapeError: ``out`` does not fit.
+        """
+        path = object_path(header.record.key)
+        offset, nbytes = chunkfile.layer_range(header, layer)
+        pieces = chunkfile.layer_pieces(header, out)
+        got = self.bucket.read_range(path, offset, pieces)
+        try:
+            if got != nbytes:
+                raise ObjectCorrupt(f"truncated: {got} of the {nbytes} bytes of layer {layer}")
+            chunkfile.check_layer(layer, header.layer_checksums[layer], pieces)
+        except ObjectCorrupt as error:
+            if self.header(header.record.key) != header:
+                raise LayerReplaced(f"{path}: it was replaced or removed while it was read, layer by layer: load it anew") from None
+            raise ObjectCorrupt(f"{path}: {error}") from None
 
     def delete(self, key: ChunkKey) -> None:
         """Remove one chunk, if it is there."""
@@ -246,8 +293,8 @@ class ObjectTier:
         return document
 
     @contextlib.contextmanager
-    def _open(self, path: str) -> Iterator[Reader | None]:
-        reader = self.bucket.open(path)
+    def _open(self, path: str, head: int | None = None) -> Iterator[Reader | None]:
+        reader = self.bucket.open(path, head)
         try:
             yield reader
         finally:
@@ -283,8 +330,8 @@ def _read_header(reader: Reader, path: str) -> chunkfile.ChunkHeader:
         reader.readinto([memoryview(prefix)])
         data = bytearray(chunkfile.header_length(prefix, reader.nbytes))
         data[: len(prefix)] = prefix
-        if len(data) > len(prefix):
-            reader.readinto([memoryview(data)[len(prefix) :]])
+        if len(data) > len(prefix) and reader.readinto([memoryview(data)[len(prefix) :]]) != len(data) - len(prefix):
+            raise _LongHeader(len(data))
         return chunkfile.read_header(data, reader.nbytes)
     except ObjectCorrupt as error:
         raise ObjectCorrupt(f"{path}: {error}") from None

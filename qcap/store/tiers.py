@@ -40,6 +40,33 @@ class LoadedChunk:
     tensor: torch.Tensor
 
 
+class LayerReader(Protocol):
+    """One stored chunk, to be read a layer at a time. May be used from any thread; holds nothing open."""
+
+    @property
+    def record(self) -> ChunkRecord:
+        """Its header, checked."""
+
+    def read(self, layer: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """One layer, by one range read, checked against the header's checksum.
+
+        Args:
+            layer: index of the layer.
+            out: ``[planes, CH, H]`` of the record's dtype on the CPU to read into; each plane contiguous, planes anywhere (so a slice
+                ``[:, a:a + CH]`` of a buffer for many chunks will do). None makes a new tensor.
+
+        Returns:
+            ``out``, or the new tensor.
+
+        Raises:
+            ObjectCorrupt: the bytes are not those that the header speaks of: damaged, or the object was replaced or removed since
+                :meth:`Backend.open_layers`. Two versions of an object are never mixed. ``out`` then holds anything.
+            StoreUnavailable: the store cannot be reached.
+            ShapeError: ``out`` is not what it should be.
+            IndexError: no such layer.
+        """
+
+
 @dataclass(frozen=True)
 class SequenceRecord:
     """What one served request left behind: its receipt.
@@ -102,7 +129,7 @@ class Backend(Protocol):
 
         Args:
             record: header; its key names the object.
-            source: ``[planes, L, CH, H]``, contiguous, on the host, not written to by the caller until the future is done.
+            source: ``[planes, L, CH, H]`` on the host, each ``[CH, H]`` contiguous, not written to by the caller until the future is done.
             event: a device event to wait for before ``source`` is read, or None.
             overwrite: replace an object that is there (only edits may).
 
@@ -116,6 +143,13 @@ class Backend(Protocol):
         Raises:
             ObjectCorrupt: an object is there but does not verify.
             StoreUnavailable: the store cannot be reached.
+        """
+
+    def open_layers(self, key: ChunkKey) -> LayerReader | None:
+        """One chunk to be read a layer at a time; reads and checks its header only. None if no such object.
+
+        Raises:
+            ObjectCorrupt, StoreUnavailable: as :meth:`load`.
         """
 
     def put_manifest(self, geometry: Geometry, kinds: Sequence[CacheKind], engine: dict[str, str]) -> None:
@@ -141,8 +175,8 @@ class Backend(Protocol):
         """Wait until nothing is queued; False if ``timeout_s`` went by first."""
 
     def counters(self) -> dict[str, int]:
-        """Counts since opening: ``stored``, ``exists``, ``refused``, ``failed``, ``bytes_stored``, ``loaded``, ``load_missing``,
-        ``load_corrupt``, and so on. Keys are stable."""
+        """Counts since opening: ``stored``, ``exists``, ``refused``, ``failed``, ``bytes_stored``, ``loaded``, ``layers_loaded``,
+        ``load_missing``, ``load_corrupt``, and so on. Keys are stable."""
 
     def close(self) -> None:
         """Drain, then release everything. Safe to call twice."""

@@ -129,7 +129,9 @@ class QcapConnector(KVConnectorBase_V1, SupportsHMA):
         """Loads are whole before the forward pass starts."""
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
-        """Rows are taken by the hooks and from the pages."""
+        """A layer has been queued: what it wrote may leave."""
+        if self._worker is not None:
+            self._worker.layer_done(layer_name)
 
     def wait_for_save(self) -> None:
         """The forward pass of this step has been queued."""

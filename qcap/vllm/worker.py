@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import platform
 import weakref
 import zlib
@@ -15,7 +16,8 @@ import torch
 from qcap._version import __version__
 from qcap.attribution import FinishedRequest, LoadRequest, Step, TokenUpdate, ring_blocks_for, step_block_limit
 from qcap.backends import open_backend
-from qcap.capture import Capture, Feature, HostBuffers, KVFeature, QueryFeature, Stager, ring_bytes
+from qcap.capture import Capture, Feature, HostArena, KVFeature, PageStager, QueryFeature, StreamBudget, StreamingQueryFeature
+from qcap.capture.staging import SLOT_BYTES
 from qcap.config import CaptureConfig
 from qcap.errors import ConfigError, GeometryMismatch, ObjectCorrupt, QcapError, Unsupported
 from qcap.geometry import Geometry, Rope, dtype_name, parse_dtype
@@ -26,6 +28,10 @@ from qcap.store.tiers import LoadedChunk
 from qcap.tokens import chunk_key
 from qcap.vllm.hooks import QueryHooks, attention_layers, engine_ropes, refusal, slot_mapping_of
 from qcap.vllm.layouts import CacheGroup, certify
+
+DEFAULT_RING_BYTES = 512 << 20
+SMALL_STEP_ROWS = 64
+"""Without graphs: a step of at most so many rows leaves the device in one copy, not layer by layer."""
 
 logger = logging.getLogger("qcap.vllm")
 often = RateLimitedLog(logger)
@@ -53,7 +59,9 @@ class WorkerSide:
         self.capture: Capture | None = None
         self.hooks: QueryHooks | None = None
         self.refused: dict[str, str] = dict(group.left_out)
-        self._query: QueryFeature | None = None
+        self._query: QueryFeature | StreamingQueryFeature | None = None
+        self._arena: HostArena | None = None
+        self._layer_index: dict[str, int] = {}
         self._pages: KVFeature | None = None
         self._failed_blocks: set[int] = set()
         self._step: Step | None = None
@@ -78,8 +86,9 @@ class WorkerSide:
         device = next(t.device for t in kv_caches.values() if isinstance(t, torch.Tensor))
         geometry = self._geometry(names, layers)
         host_bytes = self._host_bytes(geometry)
-        buffers = HostBuffers(pinned=device.type == "cuda", keep_bytes=host_bytes)
-        stager = Stager(device, buffers)
+        arena = HostArena(host_bytes, pinned=device.type == "cuda", waits=self._config.on_pressure == "wait")
+        stager = PageStager(device, arena, slot_bytes=max(SLOT_BYTES, *(geometry.chunk_bytes(k) // geometry.num_layers for k in CacheKind)))
+        self._arena, self._layer_index = arena, {name: index for index, name in enumerate(names)}
         self._always_launch = device.type == "cuda"
         features: list[Feature] = []
         if self._config.query:
@@ -96,7 +105,7 @@ class WorkerSide:
             features,
             engine_id=self._engine_id,
             write_receipts=geometry.tp_rank == 0 and (self._config.kv or self._config.query),
-            buffers=buffers,
+            arena=arena,
             counters=self.counters,
             may_wait=self._config.on_pressure == "wait",
             refused={
@@ -126,6 +135,42 @@ class WorkerSide:
             "qcap captures %s of %s (%d layers) into %s", " and ".join(f.kind.value for f in features) or "nothing", geometry.model,
             geometry.num_layers, self._config.store,
         )  # fmt: skip
+        self._log_memory(geometry)
+
+    def memory_report(self) -> dict[str, int]:
+        """What qcap holds and has held, in bytes: on the device ``ring_bytes`` (queries) and ``slot_bytes`` (pages on their way), on the
+        host ``arena_bytes``, of which ``arena_used`` now and ``arena_high_water`` at most, ``arena_over_budget`` ever taken beyond it, and
+        ``rows_waiting`` now and ``rows_high_water`` at most of rows whose chunk is not full."""
+        arena, query = self._arena, self._query
+        report = {
+            "ring_bytes": query.on_device_bytes if query is not None else 0,
+            "slot_bytes": self._pages.on_device_bytes if self._pages is not None else 0,
+        }
+        if arena is not None:
+            report.update(
+                arena_bytes=arena.nbytes, arena_used=arena.used, arena_high_water=arena.high_water, arena_over_budget=arena.over_budget
+            )
+        if isinstance(query, StreamingQueryFeature):
+            report.update(rows_waiting=query.mover.bytes, rows_high_water=query.mover.high_water)
+        return report
+
+    def _log_memory(self, geometry: Geometry) -> None:
+        report, query = self.memory_report(), self._query
+        if isinstance(query, StreamingQueryFeature):
+            budget = query.budget
+            logger.info(
+                "qcap query ring: %.0f MiB on the device (%d layers of %d tokens in flight, %d rows of all layers); a token is %.0f KiB",
+                report["ring_bytes"] / 2**20, budget.windows, budget.max_rows, query.resident.shape[0],
+                geometry.num_layers * budget.row_bytes / 1024,
+            )  # fmt: skip
+        elif query is not None:
+            logger.info(
+                "qcap query ring, resident: %.0f MiB on the device, %d blocks of %d tokens",
+                report["ring_bytes"] / 2**20, query.ring.num_blocks, geometry.block_size,
+            )  # fmt: skip
+        logger.info(
+            "qcap host memory: %.0f MiB%s", report["arena_bytes"] / 2**20, ", page-locked" if self._arena and self._arena.pinned else ""
+        )
 
     def _geometry(self, names: list[str], layers: Mapping[str, Any]) -> Geometry:
         model, parallel = self._vllm_config.model_config, self._vllm_config.parallel_config
@@ -155,16 +200,20 @@ class WorkerSide:
         )
 
     def _host_bytes(self, geometry: Geometry) -> int:
-        """What may wait to be written: as set, or two of the largest steps."""
+        """Host memory for what waits to be written: as set, or two of the largest steps, within reason for this machine."""
         kinds = [kind for kind, on in ((CacheKind.KV, self._config.kv), (CacheKind.QUERY, self._config.query)) if on]
         tokens = self._vllm_config.scheduler_config.max_num_batched_tokens or 8192
         chunks = 2 * -(-tokens // geometry.chunk_size)
         wanted = chunks * sum(geometry.chunk_bytes(kind) for kind in kinds)
-        return self._config.host_bytes or min(max(wanted, 256 << 20), 8 << 30)
+        try:
+            available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (ValueError, OSError):
+            available = 32 << 30
+        return self._config.host_bytes or min(max(wanted, 256 << 20), 8 << 30, max(available // 4, 256 << 20))
 
     def _query_feature(
-        self, geometry: Geometry, layers: Mapping[str, Any], names: list[str], device: torch.device, stager: Stager
-    ) -> QueryFeature | None:
+        self, geometry: Geometry, layers: Mapping[str, Any], names: list[str], device: torch.device, stager: PageStager
+    ) -> QueryFeature | StreamingQueryFeature | None:
         refused = {name: why for name in names if (why := refusal(layers[name]))}
         drafting = getattr(self._vllm_config, "speculative_config", None) is not None
         if drafting and getattr(self._vllm_config.scheduler_config, "async_scheduling", False):
@@ -175,37 +224,64 @@ class WorkerSide:
             self.refused.update(refused)
             logger.error("qcap cannot take queries of this model: %s", next(iter(refused.values())))
             return None
-        scheduler = self._vllm_config.scheduler_config
-        max_tokens = scheduler.max_num_batched_tokens or 8192
-        n, config = geometry.block_size, self._config
+        scheduler, config = self._vllm_config.scheduler_config, self._config
+        max_tokens, n = scheduler.max_num_batched_tokens or 8192, geometry.block_size
         plan_blocks = step_block_limit(max_tokens, scheduler.max_num_seqs, n)
-        blocks = config.ring_blocks or max(ring_blocks_for(max_tokens, n, config.ring_depth), plan_blocks)
-        dtype = geometry.torch_dtype
-        logger.info(
-            "qcap query ring: %d blocks of %d tokens, %.1f MiB on %s", blocks, n, ring_bytes(geometry, blocks, dtype) / 2**20, device
+        graph_rows = max(getattr(self._vllm_config.compilation_config, "cudagraph_capture_sizes", None) or [0])
+        padded = max(max_tokens, graph_rows) + 1024  # to a multiple, for sequence parallelism
+        if config.ring_blocks is None and config.ring_depth is None:
+            feature: QueryFeature | StreamingQueryFeature = self._streaming(geometry, max_tokens, graph_rows, plan_blocks, padded, stager)
+        else:
+            blocks = config.ring_blocks or max(ring_blocks_for(max_tokens, n, config.ring_depth or 2), plan_blocks)
+            self._check_memory(blocks * n * geometry.num_layers * geometry.hidden(CacheKind.QUERY) * geometry.torch_dtype.itemsize, device)
+            feature = QueryFeature(
+                geometry,
+                device=device,
+                dtype=geometry.torch_dtype,
+                ring_blocks=blocks,
+                max_rows=padded,
+                plan_blocks=plan_blocks,
+                never_lose=config.on_pressure == "wait",
+                stager=stager,
+                counters=self.counters,
+            )
+        return feature
+
+    def _streaming(
+        self, geometry: Geometry, max_tokens: int, graph_rows: int, plan_blocks: int, padded: int, stager: PageStager
+    ) -> StreamingQueryFeature:
+        small = min(graph_rows or SMALL_STEP_ROWS, max(max_tokens, graph_rows))
+        sizes = {"max_rows": max_tokens, "small_rows": small}
+        try:
+            budget = StreamBudget.plan(geometry, **sizes, ring_bytes=self._config.ring_bytes or DEFAULT_RING_BYTES)
+        except ConfigError as error:
+            if self._config.ring_bytes is not None:
+                raise
+            budget = StreamBudget.least(geometry, **sizes)
+            logger.warning("qcap takes more than its default: %s", error)
+        self._check_memory(budget.nbytes, stager.device)
+        return StreamingQueryFeature(
+            geometry,
+            budget,
+            num_kv_blocks=self._group.num_blocks,
+            plan_blocks=plan_blocks,
+            padded_rows=padded,
+            stager=stager,
+            counters=self.counters,
+            host_bytes=stager.arena.nbytes,
+            debug=self._config.debug,
         )
-        needed = ring_bytes(geometry, blocks, dtype)
+
+    def _check_memory(self, needed: int, device: torch.device) -> None:
         free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else needed
         if needed > free:
             raise ConfigError(
-                f"the query ring of {blocks} blocks needs {needed / 2**30:.1f} GiB, and the device has {free / 2**30:.1f} GiB left: lower "
-                "gpu_memory_utilization or max_num_seqs, or set qcap.q.ring_blocks"
+                f"the query ring needs {needed / 2**30:.2f} GiB, and the device has {free / 2**30:.2f} GiB left: lower the engine's "
+                "gpu_memory_utilization, or qcap.q.ring_bytes (or qcap.q.ring_blocks, if that is set)"
             )
-        graph_rows = max(getattr(self._vllm_config.compilation_config, "cudagraph_capture_sizes", None) or [0])
-        return QueryFeature(
-            geometry,
-            device=device,
-            dtype=dtype,
-            ring_blocks=blocks,
-            max_rows=max(max_tokens, graph_rows) + 1024,  # padding to a multiple, for sequence parallelism
-            plan_blocks=plan_blocks,
-            never_lose=config.on_pressure == "wait",
-            stager=stager,
-            counters=self.counters,
-        )
 
     def _page_feature(
-        self, geometry: Geometry, layers: Mapping[str, Any], names: list[str], kv_caches: Mapping[str, Any], stager: Stager
+        self, geometry: Geometry, layers: Mapping[str, Any], names: list[str], kv_caches: Mapping[str, Any], stager: PageStager
     ) -> KVFeature | None:
         """Keys and values, if every layer's layout is certified; else they are refused by name, and queries go on."""
         try:
@@ -346,6 +422,13 @@ class WorkerSide:
             if query.dtype != feature.dtype:
                 raise Unsupported(f"{name}: queries are {query.dtype}, the ring is {feature.dtype}: quantised queries are not stored yet")
             feature.on_layer(layer, query, slots)
+
+    def layer_done(self, name: str) -> None:
+        """Layer ``name`` has been queued, by Python."""
+        capture, index = self.capture, self._layer_index.get(name)
+        if capture is not None and index is not None:
+            with capture.guard("moving a layer"):
+                capture.layer_done(index)
 
     def end(self) -> None:
         """The forward pass has been queued."""

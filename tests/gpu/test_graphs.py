@@ -60,7 +60,7 @@ def test_rows_under_graphs(model: str, tmp_path: Path) -> None:
     print(json.dumps(first["state"]["counters"]))
     assert first["state"]["counters"].get("query.steps_replayed", 0) > 50, "no decode step was replayed: the test shows nothing"
     assert served["skipped"] == {} and served["stored"] == {"kv": served["whole"], "query": served["whole"]}
-    assert first["state"]["ring_free"] == first["state"]["ring_total"] and first["state"]["counters"].get("errors", 0) == 0
+    assert first["state"]["ring_held"] == 0 and first["state"]["counters"].get("errors", 0) == 0
 
     sequences = [r["ids"] + o["tokens"] for r, o in zip(requests, served["outputs"], strict=True)]
     whole_prompt = [{"ids": ids, "n": 1} for ids in sequences]

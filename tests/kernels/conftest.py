@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 
@@ -110,6 +111,34 @@ def close():
     return compare
 
 
+@contextmanager
+def looks_forbidden():
+    """Any wait for the device raises."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")  # A31
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture
+def silent(cuda):
+    """``silent(call)``: after a first call, which compiles, ``call`` neither waits for the device nor allocates on it."""
+
+    def check(call):
+        call()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        with looks_forbidden():
+            call()
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+        torch.cuda.synchronize()
+
+    return check
+
+
 @pytest.fixture
 def captured(cuda):
     """``captured(call)``: a replay function of ``call`` recorded into a CUDA graph, with every look at the device forbidden."""
@@ -122,15 +151,11 @@ def captured(cuda):
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that the mode is a prototype
-            torch.cuda.set_sync_debug_mode("error")  # A31
-        try:
+        with looks_forbidden():
             call()
-            with torch.cuda.graph(graph):
-                call()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            call()
         return lambda: (graph.replay(), torch.cuda.synchronize())
 
     return record

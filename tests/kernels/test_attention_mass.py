@@ -195,6 +195,13 @@ def test_replays_in_a_graph(pair, cuda, captured, guarded, close):
     close(lse, wanted[1])
 
 
+@pytest.mark.parametrize(("queries", "keys"), [(200, 333), (3, 3000)])  # the second splits the keys
+def test_launches_in_silence(pair, cuda, silent, queries, keys):  # A31
+    q, k = torch.zeros(queries, 4, 64, device=cuda), torch.zeros(keys, 2, 64, device=cuda)
+    sums, lse = torch.zeros(4, keys, device=cuda), torch.zeros(4, queries, device=cuda)
+    silent(lambda: pair("attention_mass")[0](q, k, 0.1, window=50, column_sums=sums, row_lse=lse))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_long_sequence(pair, cuda, guarded, close, dtype):
     q, k = made(3000, 5003, 8, 2, 128, dtype, cuda)

@@ -89,6 +89,42 @@ def test_scatter(load, device, same_bits, layers, kinds, shape):
     assert all((page[0] == 99) == (kind.endswith("+1")) for page, kind in zip(pages, kinds * layers, strict=True) if kind.endswith("+1"))
 
 
+@pytest.mark.parametrize(("layers", "kinds", "shape"), [LAYOUTS[1], (4, ("bhdn", "bnhd"), (5, 2, 6, 10)), (4, ("bhnd",), (3, 1, 5, 1100))])
+def test_some_layers(load, device, guarded, same_bits, layers, kinds, shape):
+    views = make_views(layers, kinds, shape, torch.bfloat16, device)
+    table, ids = PageTable(views), torch.tensor([shape[0] - 1, -1, 0], device=device)
+    everything = torch.full(table.rows_shape(3), float(POISON), dtype=torch.bfloat16, device=device)
+    load("paged_copy", "gather_pages")(table, ids, everything)
+    source = torch.arange(everything.numel(), device=device).view(everything.shape).remainder(119).to(torch.bfloat16) + 300
+    cuts = [(first, count) for first in range(layers) for count in range(1, layers - first + 1)]
+    assert (0, layers) in cuts and (layers - 1, 1) in cuts
+    for first, count in cuts:
+        whole, out = guarded(table.rows_shape(3, count), torch.bfloat16, POISON)
+        load("paged_copy", "gather_pages")(table, ids, out, first)
+        same_bits(out, everything[:, first : first + count])
+        out.fill_(POISON)
+        assert (whole == POISON).all()
+        load("paged_copy", "scatter_pages")(table, ids, source[:, first : first + count].contiguous(), first_layer=first)
+        for layer, planes in enumerate(views):
+            for plane, view in enumerate(planes):
+                rows = (source if first <= layer < first + count else everything)[plane, layer].view(3, shape[2], shape[1], shape[3])
+                same_bits(view[ids[[0, 2]]], rows[[0, 2]].permute(0, 2, 1, 3))
+        load("paged_copy", "scatter_pages")(table, ids, everything)
+
+
+@pytest.mark.parametrize(("first_layer", "count"), [(-1, 1), (0, 0), (1, 3), (2, 2), (3, 1)])
+def test_layers_outside_the_table(device, first_layer, count):
+    from qcap import kernels
+    from qcap.kernels.paged_copy import gather_pages, scatter_pages
+
+    table, ids = PageTable(make_views(3, ("bhnd",), (3, 2, 4, 8), torch.float32, device)), torch.tensor([0, 2], device=device)
+    for function in (gather_pages, scatter_pages, kernels.gather_pages, kernels.scatter_pages):
+        with pytest.raises(
+            ValueError, match=rf"wanted at least 1, within the table's 3; got {count} layers from first_layer={first_layer}"
+        ):
+            function(table, ids, torch.zeros(1, count, 8, 16, device=device), first_layer)
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.uint8, torch.float16, torch.float32, torch.float64])
 def test_dtypes_go_bit_for_bit(load, device, dtype):
     generator = torch.Generator().manual_seed(1)
@@ -202,12 +238,13 @@ def test_pinned_host_memory(pair, cuda):
 
 
 @pytest.mark.parametrize("which", ["gather_pages", "scatter_pages"])
-def test_replays_in_a_graph(pair, cuda, captured, which):  # C36 A31
+@pytest.mark.parametrize(("first_layer", "count"), [(0, 3), (1, 2)])
+def test_replays_in_a_graph(pair, cuda, captured, which, first_layer, count):  # C36 A31
     kernel, reference = pair("paged_copy", which)
     ours, theirs = (make_views(3, ("bhdn", "bnhd"), (9, 2, 16, 24), torch.bfloat16, cuda) for _ in range(2))
     table, ids = PageTable(ours), torch.tensor([0, 1, 2], device=cuda)
-    rows = torch.zeros(table.rows_shape(3), dtype=torch.bfloat16, device=cuda)
-    replay = captured(lambda: kernel(table, ids, rows))
+    rows = torch.zeros(table.rows_shape(3, count), dtype=torch.bfloat16, device=cuda)
+    replay = captured(lambda: kernel(table, ids, rows, first_layer))
     ids.copy_(torch.tensor([7, -1, 3], device=cuda))
     rows.copy_(torch.randn(rows.shape, device=cuda))
     mine = rows.clone()
@@ -216,9 +253,19 @@ def test_replays_in_a_graph(pair, cuda, captured, which):  # C36 A31
             view.copy_(torch.randn(view.shape, device=cuda))
             other.copy_(view)
     replay()
-    reference(PageTable(theirs), ids, mine)
+    reference(PageTable(theirs), ids, mine, first_layer)
     assert torch.equal(rows, mine)
     assert all(torch.equal(a, b) for planes, others in zip(ours, theirs, strict=True) for a, b in zip(planes, others, strict=True))
+
+
+@pytest.mark.parametrize("which", ["gather_pages", "scatter_pages"])
+def test_launches_in_silence(pair, cuda, silent, which):  # A31
+    table = PageTable(make_views(3, ("bhdn", "bnhd"), (9, 2, 16, 24), torch.bfloat16, cuda))
+    ids, rows = torch.tensor([0, 1, 2], device=cuda), torch.zeros(table.rows_shape(3), dtype=torch.bfloat16, device=cuda)
+    silent(lambda: pair("paged_copy", which)[0](table, ids, rows))
+    if which == "gather_pages":
+        host = torch.zeros(table.rows_shape(3), dtype=torch.bfloat16, pin_memory=True)
+        silent(lambda: pair("paged_copy", which)[0](table, ids, host))
 
 
 def test_more_elements_than_32_bits_count(pair, cuda):

@@ -81,6 +81,34 @@ def test_angles_are_rounded_to_float32_once(load, device, guarded, same_bits):
     assert (got[:, 0, 2:].double() - as_engine.sin()).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("reach", [3, 1000, 2**24])
+def test_cos_and_sin_are_as_exact_as_float32(load, device, interleaved, reach):  # also where the angles are a million turns apart
+    generator = torch.Generator().manual_seed(reach)
+    old, new = (torch.randint(0, reach, (600,), generator=generator).to(device) for _ in range(2))
+    inv_freq = torch.tensor([1.0, 0.7391, math.pi / 2, math.pi, 5.5], device=device)  # quarter turns and half turns among them
+    keys = torch.zeros(600, 1, 10, device=device)
+    keys[:, 0, :: 2 if interleaved else 1][:, :5] = 1
+    out = torch.full_like(keys, float("nan"))
+    load("rope_shift")(keys, old, new, inv_freq, interleaved, out)
+    delta = (new.float()[:, None] * inv_freq).double() - (old.float()[:, None] * inv_freq).double()
+    cos, sin = (out[:, 0, ::2], out[:, 0, 1::2]) if interleaved else (out[:, 0, :5], out[:, 0, 5:])
+    assert (cos.double() - delta.cos()).abs().max() < 2**-22
+    assert (sin.double() - delta.sin()).abs().max() < 2**-22
+    quadrants = (delta * 2 / math.pi).round().long() % 4
+    assert len(quadrants.unique()) == 4
+
+
+@pytest.mark.parametrize(("tokens", "heads", "head_size", "half"), [(17, 8, 128, 64), (9, 40, 64, 32), (7, 3, 400, 20), (5, 70, 128, 30)])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_more_than_one_block(load, device, guarded, same_bits, close, tokens, heads, head_size, half, interleaved):
+    raw, inv_freq = made(tokens, heads, head_size, torch.float32, device), frequencies(half, device)
+    old, new = torch.arange(tokens, device=device) * 7, torch.arange(tokens, device=device) + 3
+    got = shifted(load("rope_shift"), guarded, same_bits, raw, old, new, inv_freq, interleaved)
+    close(got, rotate(raw, new - old, inv_freq, interleaved))
+    same_bits(got[..., 2 * half :], raw[..., 2 * half :])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_kernel_equals_reference(pair, device, guarded, same_bits, close, dtype, interleaved):
@@ -191,6 +219,13 @@ def test_replays_in_a_graph(pair, cuda, captured, close):
     wanted = torch.empty_like(out)
     reference(keys, old, new, inv_freq, False, wanted)
     close(out, wanted)
+
+
+@pytest.mark.parametrize("which", ["rope_shift", "rope_shift_"])
+def test_launches_in_silence(pair, cuda, silent, which):  # A31
+    keys, out = torch.zeros(30, 3, 64, device=cuda), torch.zeros(30, 3, 64, device=cuda)
+    old, new, inv_freq = torch.arange(30, device=cuda), torch.arange(30, device=cuda), frequencies(24, cuda)
+    silent(lambda: pair("rope_shift", which)[0](keys, old, new, inv_freq, False, *([out] if which == "rope_shift" else [])))
 
 
 def test_more_elements_than_32_bits_count(pair, cuda):

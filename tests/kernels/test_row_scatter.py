@@ -125,6 +125,55 @@ def test_strided_rows(load, device, guarded, same_bits):  # R31
         check(load("row_scatter"), guarded, same_bits, rows, slots, 5, torch.bfloat16)
 
 
+@pytest.mark.parametrize(("rows_dtype", "ring_dtype"), [(torch.float32, torch.bfloat16), (torch.float16, torch.float16)])
+def test_one_layer_of_a_ring_of_all(load, device, guarded, same_bits, rows_dtype, ring_dtype):  # the other layers stay as they are
+    slots, width = slots_of([4, 0, -1, 5, 6, 1], device), 33
+    for layers, layer in ((3, 0), (3, 1), (3, 2), (1, 0)):
+        whole, ring_all = guarded((6, layers, width), ring_dtype, POISON)
+        rows, wanted = make_rows((6, width + 3), rows_dtype, device)[:, 3:], whole.clone()
+        start, ring = ring_all.storage_offset(), ring_all[:, layer, :]
+        wanted[start : start + ring_all.numel()].view(ring_all.shape)[:, layer] = by_hand(rows, slots, ring)
+        load("row_scatter")(rows, slots, ring)
+        same_bits(whole, wanted)
+        assert int((whole != POISON).sum()) > 0
+
+
+def test_a_ring_cut_from_wider_rows(load, device, guarded, same_bits):
+    whole, wide = guarded((5, 40), torch.float32, POISON)
+    rows, slots, wanted = make_rows((3, 8), torch.float32, device), slots_of([4, -1, 0], device), whole.clone()
+    wanted[wide.storage_offset() :][: wide.numel()].view(5, 40)[[4, 0], 7:15] = rows[[0, 2]]
+    load("row_scatter")(rows, slots, wide[:, 7:15])
+    same_bits(whole, wanted)
+
+
+def test_a_ring_of_one_column_may_have_any_column_stride(load, device):
+    whole = torch.zeros(4, 3, dtype=torch.int64, device=device)
+    load("row_scatter")(torch.tensor([[5], [6]], device=device), slots_of([3, 1], device), whole.t()[1:2].t())
+    assert whole.tolist() == [[0, 0, 0], [0, 6, 0], [0, 0, 0], [0, 5, 0]]
+
+
+@pytest.mark.parametrize("which", ["ring", "rows"])
+def test_offsets_of_more_than_32_bits(load, device, which):
+    """A few rows 2**30 apart, in memory that is asked for and, on the CPU, never touched. A 32-bit offset would land before the first."""
+    try:
+        storage = torch.empty(2**32 + 2**31 + 64, dtype=torch.float8_e5m2, device=device)
+    except RuntimeError as error:
+        pytest.skip(f"no room for 6 GiB: {error}")
+    far = storage[2**31 :].as_strided((5, 8), (2**30, 1))
+    assert (far.shape[0] - 1) * far.stride(0) == 2**32
+    near = torch.arange(1, 41, device=device).view(5, 8).float().to(torch.float8_e5m2)
+    bits = torch.uint8
+    if which == "ring":
+        far.view(bits).zero_()
+        load("row_scatter")(near[:3], slots_of([4, 2, 3], device), far)
+        assert torch.equal(far.view(bits)[[4, 2, 3]], near.view(bits)[:3]) and not far.view(bits)[:2].any()
+    else:
+        far.copy_(near)
+        ring = torch.zeros(5, 8, dtype=torch.float8_e5m2, device=device)
+        load("row_scatter")(far, slots_of([1, 0, 3, 4, 2], device), ring)
+        assert torch.equal(ring.view(bits)[[1, 0, 3, 4, 2]], near.view(bits))
+
+
 def test_rows_land_by_slot_not_by_order(load, device, guarded, same_bits):  # A4
     rows = make_rows((40, 12), torch.float32, device)
     slots = torch.randperm(64)[:40].to(device)
@@ -147,6 +196,7 @@ def good(device):
         ("ring_slots", lambda t: t[:3], "at least 4"),
         ("ring_slots", lambda t: torch.cat([t, t])[::2], "stride"),
         ("ring", lambda t: t.t().contiguous().t(), "contiguous"),
+        ("ring", lambda t: torch.cat([t, t], dim=1)[:, ::2], "column stride"),
         ("ring", lambda t: t.view(3, 2, 8), "(3, 2, 8)"),
         ("ring", lambda t: t.to(torch.float8_e5m2), "scale"),
         ("ring", lambda t: t.int(), "int32"),
@@ -164,18 +214,27 @@ def test_wrong_arguments(device, name, change, words):  # R33
         assert words in str(error.value) and "wanted" in str(error.value) and "got" in str(error.value)
 
 
-def test_replays_in_a_graph(pair, cuda, captured):  # C36 A31
+@pytest.mark.parametrize("layers", [1, 3])
+def test_replays_in_a_graph(pair, cuda, captured, layers):  # C36 A31
     kernel, reference = pair("row_scatter")
     fused, slots = torch.randn(33, 3 * 96, device=cuda), torch.arange(40, device=cuda)
-    rows, ring = fused[:, 96:192], torch.full((50, 96), POISON, dtype=torch.bfloat16, device=cuda)
-    replay = captured(lambda: kernel(rows, slots, ring))
-    fused.normal_()
-    slots.copy_(torch.randperm(60, device=cuda)[:40] - 5)
-    ring.fill_(POISON)
-    replay()
-    wanted = torch.full_like(ring, POISON)
-    reference(rows, slots, wanted)
-    assert torch.equal(ring, wanted) and (ring != POISON).any()
+    rows, ring_all = fused[:, 96:192], torch.full((50, layers, 96), POISON, dtype=torch.bfloat16, device=cuda)
+    replay = captured(lambda: kernel(rows, slots, ring_all[:, layers - 1]))
+    for _ in range(2):
+        fused.normal_()
+        slots.copy_(torch.randperm(60, device=cuda)[:40] - 5)
+        ring_all.fill_(POISON)
+        replay()
+        wanted = torch.full_like(ring_all, POISON)
+        reference(rows, slots, wanted[:, layers - 1])
+        assert torch.equal(ring_all, wanted) and (ring_all != POISON).any()
+
+
+def test_launches_in_silence(pair, cuda, silent):  # A31
+    fused, slots = torch.randn(33, 3 * 96, device=cuda), torch.arange(33, device=cuda)
+    for dtype in (torch.float32, torch.bfloat16):  # a copy and a cast
+        ring = torch.zeros(50, 2, 96, dtype=dtype, device=cuda)
+        silent(lambda ring=ring: pair("row_scatter")[0](fused[:, 96:192], slots, ring[:, 1]))
 
 
 def test_more_elements_than_32_bits_count(pair, cuda):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from store_makers import SMALL, chunk, equal_bits, geometry
 
-from qcap.errors import GeometryMismatch
+from qcap.errors import GeometryMismatch, ObjectCorrupt, ShapeError
 from qcap.kinds import CacheKind
 from qcap.store.tiers import Backend, SequenceRecord, StoreOutcome
 
@@ -99,6 +99,78 @@ class BackendSuite:
         assert equal_bits(backend.load(record.key).tensor, tensor)
         counts = backend.counters()
         assert (counts["stored"], counts["exists"], counts["tokens_stored"]) == (1, 1, SMALL.chunk_size)  # O6
+
+    def test_layers_are_read_one_by_one(self, backend: Backend) -> None:
+        for kind in CacheKind:
+            record, tensor = chunk(1, kind, salt="s", edit='{"name":"é"}')
+            backend.store(record, tensor).result(T_S)
+            before = backend.counters()
+            reader = backend.open_layers(record.key)
+            assert reader is not None and reader.record == record
+            for layer in (11, 0, 5):
+                assert equal_bits(reader.read(layer), tensor[:, layer])
+            assert equal_bits(backend.open_layers(record.key).read(3), tensor[:, 3])
+            after = backend.counters()
+            assert after["layers_loaded"] - before["layers_loaded"] == 4 and after["loaded"] == before["loaded"]
+            assert after["bytes_loaded"] - before["bytes_loaded"] == 4 * tensor[:, 0].nbytes
+            for layer in (-1, 12):
+                with pytest.raises(IndexError, match="of 12"):
+                    reader.read(layer)
+
+    def test_layers_into_a_slice_of_a_buffer(self, backend: Backend) -> None:
+        chunks = [chunk(1, index=i) for i in range(3)]
+        for c in chunks:
+            backend.store(*c).result(T_S)
+        readers = [backend.open_layers(record.key) for record, _ in chunks]
+        size = SMALL.chunk_size
+        buffer = torch.zeros((2, 3 * size + 2, chunks[0][1].shape[-1]), dtype=SMALL.torch_dtype)
+        for i, reader in enumerate(readers):
+            out = buffer[:, i * size : (i + 1) * size]
+            assert reader.read(7, out) is out
+        assert equal_bits(buffer[:, : 3 * size], torch.cat([tensor[:, 7] for _, tensor in chunks], dim=1))
+        assert not buffer[:, 3 * size :].view(torch.uint8).any()
+
+    def test_layers_into_what_does_not_fit(self, backend: Backend) -> None:
+        record, tensor = chunk(1)
+        backend.store(record, tensor).result(T_S)
+        reader, good = backend.open_layers(record.key), torch.empty_like(tensor[:, 0])
+        for out in (good[:1], good[:, 1:], good.view(torch.float16), good.transpose(1, 2).contiguous().transpose(1, 2), good.to("meta")):
+            with pytest.raises(ShapeError, match="a layer of this object is"):
+                reader.read(0, out)
+        assert backend.contains([record.key]) == [True]
+
+    def test_layers_of_nothing(self, backend: Backend) -> None:
+        assert backend.open_layers(chunk(1)[0].key) is None
+        assert backend.counters()["load_missing"] == 1
+
+    def test_an_object_replaced_between_two_layers(self, backend: Backend) -> None:
+        """Never two versions in one load; and what is there now is sound, so it stays a hit."""
+        record, tensor = chunk(1)
+        backend.store(record, tensor).result(T_S)
+        reader = backend.open_layers(record.key)
+        assert equal_bits(reader.read(0), tensor[:, 0])
+        other = dataclasses.replace(record, edit="x" * 1000)  # a longer header: the layers lie elsewhere
+        for newer in (record, other):
+            assert backend.store(newer, torch.zeros_like(tensor), overwrite=True).result(T_S) is StoreOutcome.STORED
+            with pytest.raises(ObjectCorrupt, match="replaced"):
+                reader.read(1)
+            assert backend.contains([record.key]) == [True]
+            assert not backend.open_layers(record.key).read(1).view(torch.uint8).any()
+
+    def test_layers_from_many_threads(self, backend: Backend) -> None:
+        record, tensor = chunk(1)
+        backend.store(record, tensor).result(T_S)
+        reader, wrong = backend.open_layers(record.key), []
+
+        def work(first: int) -> None:
+            wrong.extend(i for i in range(first, 12) for _ in range(5) if not equal_bits(reader.read(i), tensor[:, i]))
+
+        threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(T_S)
+        assert wrong == [] and backend.counters()["layers_loaded"] == 5 * (12 + 11 + 10 + 9)
 
     def test_overwrite(self, backend: Backend) -> None:
         record, tensor = chunk(1)

@@ -24,7 +24,7 @@ import torch
 
 from qcap.attribution import step_block_limit
 from qcap.backends import open_backend
-from qcap.capture import Capture, HostBuffers, KVFeature, QueryFeature, Stager
+from qcap.capture import Capture, HostArena, KVFeature, PageStager, QueryFeature, StreamBudget, StreamingQueryFeature
 from qcap.config import CaptureConfig
 from qcap.geometry import Geometry, PagedLayout, PlaneStrides, Rope
 from qcap.kinds import CacheKind
@@ -199,11 +199,12 @@ class FlakyLoads:
         return self._inner.load(key)
 
 
-class PoisonedBuffers(HostBuffers):
-    """Every buffer starts as poison, so that a row nobody wrote is seen in the store."""
+class PoisonedArena(HostArena):
+    """Every piece starts as poison, so that a row nobody wrote is seen in the store."""
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return super().take(shape, dtype).fill_(int(POISON))
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        piece = super().take(shape, dtype)
+        return None if piece is None else piece.fill_(int(POISON))
 
 
 # ---- requests and blocks ----------------------------------------------------------------------------------------------------------
@@ -349,7 +350,11 @@ class Options:
     v2: bool = False
     prefix_caching: bool = True
     on_pressure: str = "wait"
+    streaming: bool = True  # the form of the query ring; resident if ring_blocks is given
+    small_rows: int = 5  # the largest step that a graph may replay
+    windows: int = 2
     ring_blocks: int | None = None  # None: as many as one step can write
+    arena_bytes: int = 1 << 20
     load: str = "off"
     load_failures: float = 0.0
     aborts: float = 0.0
@@ -421,21 +426,31 @@ class Sim:
             s = page.stride()
             k, v = PlaneStrides(0, s[0], s[3], s[2], s[4]), PlaneStrides(s[1], s[0], s[3], s[2], s[4])
             layouts.append(PagedLayout(name="B2NHD", blocks=o.num_blocks, heads=HEADS, block_size=N, head_size=D, planes=(k, v)))
-        self.buffers = PoisonedBuffers(pinned=False, keep_bytes=1 << 20)
-        stager = Stager(torch.device("cpu"), self.buffers)
-        self.query = QueryFeature(
-            g, device=torch.device("cpu"), dtype=torch.float32, ring_blocks=self.ring_blocks, max_rows=o.budget + 8, plan_blocks=limit,
-            never_lose=o.on_pressure == "wait", stager=stager, counters=self.counters,
-        )  # fmt: skip
-        for layer in self.query.ring.layers:
-            layer.fill_(POISON)
+        self.arena = PoisonedArena(o.arena_bytes, pinned=False, waits=o.on_pressure == "wait")
+        stager = PageStager(torch.device("cpu"), self.arena)
+        self.streaming = o.streaming and o.ring_blocks is None
+        if self.streaming:
+            budget = StreamBudget(o.budget, o.small_rows, o.windows, H * 4, L)
+            self.query: Any = StreamingQueryFeature(
+                g, budget, num_kv_blocks=o.num_blocks, plan_blocks=limit, padded_rows=o.budget + 8, stager=stager, counters=self.counters,
+                host_bytes=o.arena_bytes, debug=not (o.dropped_rows or o.lost_ends or o.redone_steps),
+            )  # fmt: skip
+            for buffer in (*self.query.windows, self.query.resident):
+                buffer.fill_(POISON)
+        else:
+            self.query = QueryFeature(
+                g, device=torch.device("cpu"), dtype=torch.float32, ring_blocks=self.ring_blocks, max_rows=o.budget + 8, plan_blocks=limit,
+                never_lose=o.on_pressure == "wait", stager=stager, counters=self.counters,
+            )  # fmt: skip
+            for layer in self.query.ring.layers:
+                layer.fill_(POISON)
         self.kv = KVFeature(g, self.pages, layouts, stager)
         config = CaptureConfig(store="memory://x", query=True, chunk_size=self.ch, on_pressure=o.on_pressure, load=o.load)
         fake = SimpleNamespace(kv_transfer_config=SimpleNamespace(engine_id=f"sim-{o.seed}"))
         self.worker = WorkerSide(fake, config, CacheGroup(0, dict.fromkeys(NAMES), N, o.num_blocks), MODEL)
         self.worker.counters = self.counters
         self.worker.capture = Capture(
-            g, self.backend, [self.query, self.kv], engine_id="sim", write_receipts=True, buffers=self.buffers, counters=self.counters
+            g, self.backend, [self.query, self.kv], engine_id="sim", write_receipts=True, arena=self.arena, counters=self.counters
         )
         self.capture = self.worker.capture
         self.worker._query, self.worker._pages, self.worker._always_launch = self.query, self.kv, o.always_launch
@@ -715,7 +730,7 @@ class Sim:
             query = fused[:, :H].view(-1, HEADS, D)
             if len(query):
                 self.worker._on_query(layer, NAMES[layer], query, mapping)
-        if graph and self.query in self.capture.features:
+        if graph and self.query in self.capture.features and not (self.streaming and self.query._large):
             self.query._calls = 0  # a replayed graph: the kernels ran, Python did not
 
     @torch.inference_mode()
@@ -1022,13 +1037,20 @@ class Sim:
             assert request.lost_end or request.aborted or self.events["failed_loads"], what
 
     def _check_nothing_held(self) -> None:
-        ring, ledger = self.query.ring, self.query.ledger
+        ledger = self.query.ledger
         assert not self.capture._tracks, f"tracks left: {list(self.capture._tracks)}"
-        assert ring.num_free_blocks() == ring.num_blocks, "ring blocks leaked"
-        held = (ledger._requests, ledger._owners, ledger._stamps, ledger._of_kv, ledger._kv_of, ledger._active)
-        assert not any(held), f"the ledger keeps {[len(h) for h in held]}"
-        assert not self.query._skips
-        assert self.buffers.outstanding == 0, f"{self.buffers.outstanding} host buffers never came back"
+        if self.streaming:
+            self.query._drop_step()  # of a last step whose end was lost
+            held = (ledger._requests, ledger._open or (), ledger._shared)
+            self.query.mover.close()
+            assert self.query.mover.bytes == 0, f"{self.query.mover.bytes} bytes of rows leaked"
+        else:
+            assert self.query.ring.num_free_blocks() == self.query.ring.num_blocks, "ring blocks leaked"
+            held = (ledger._requests, ledger._owners, ledger._stamps, ledger._of_kv, ledger._kv_of, ledger._active)
+        assert not any(held), f"the ledger keeps, or leaked, {[len(h) for h in held]}"
+        assert not self.query._skips and not self.kv._early and not self.kv._first_open
+        assert self.counters["query.debug.rows_off"] == 0
+        assert self.arena.outstanding == 0, f"{self.arena.outstanding} host buffers never came back"
         assert not self.scheduler._followed and not self.scheduler._load_failed
 
     def close(self) -> None:

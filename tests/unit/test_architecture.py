@@ -24,6 +24,7 @@ FLOORS = [
     {"qcap.server"},
     {"qcap.capture"},
     {"qcap.layerwise"},
+    {"qcap.connectors"},  # how a layer gets to an engine's pages; knows no engine's code
     {"qcap.store"},
     {"qcap.attribution"},
     {"qcap.ring"},

@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from engine_sim import PoisonedBuffers
+from engine_sim import PoisonedArena
 
-from qcap.attribution import PLAN_PADDING, LoadRequest, RequestStep, RowLedger, Step, ring_blocks_for, step_block_limit
-from qcap.capture import QueryFeature, RequestTrack, RowsMissing, Stager
+from qcap.attribution import LoadRequest, RequestStep, RowLedger, Step, ring_blocks_for, step_block_limit
+from qcap.capture import PageStager, QueryFeature, RequestTrack, RowsMissing
 from qcap.errors import ConfigError, Unsupported
 from qcap.geometry import Geometry, Rope
 from qcap.ring import QRingBuffer
@@ -35,11 +35,11 @@ class Rig:
             model="m", layer_names=("l0", "l1"), num_q_heads=HEADS, num_kv_heads=HEADS, head_size=D, dtype="float32", block_size=n,
             chunk_size=chunk, rope=Rope(rotary_dim=D),
         )  # fmt: skip
-        self.buffers = PoisonedBuffers(pinned=False, keep_bytes=1 << 20)
+        self.arena = PoisonedArena(1 << 20, pinned=False, waits=never_lose)
         self.counters: Counter[str] = Counter()
         self.feature = QueryFeature(
             geometry, device=torch.device("cpu"), dtype=torch.float32, ring_blocks=ring_blocks, max_rows=max_rows, plan_blocks=plan_blocks,
-            never_lose=never_lose, stager=Stager(torch.device("cpu"), self.buffers), counters=self.counters,
+            never_lose=never_lose, stager=PageStager(torch.device("cpu"), self.arena), counters=self.counters,
         )  # fmt: skip
         self.ring, self.ledger = self.feature.ring, self.feature.ledger
         for layer in self.ring.layers:
@@ -86,8 +86,7 @@ class Rig:
                 found[index] = staged.host[0].clone()
             except RowsMissing:
                 found[index] = "rows-missing"
-            for buffer in (staged.host, *staged.also):
-                self.buffers.give(buffer)
+            staged.release()
         return found
 
     def wanted(self, uid, chunk, version=0):
@@ -410,7 +409,7 @@ def test_between_steps_the_plan_is_empty():  # R37: dummy runs with slots that l
     before = [layer.clone() for layer in rig.ring.layers]
     rig.launch([(4 + i, 9, i, 3) for i in range(8)])
     assert all(torch.equal(x, y) for x, y in zip(before, rig.ring.layers, strict=True))
-    assert int(rig.feature._plan.min()) == PLAN_PADDING
+    assert int(rig.feature._plan.device[0, 0]) == 0
     rig.run(request(1, 6, 8, [1, 2], admitted=False))
     rig.exact(1, 8, [0])
 

@@ -15,7 +15,7 @@ STORE = {"qcap.store": "memory://x"}
 def test_defaults() -> None:  # P1 P3 P4
     config = CaptureConfig.from_extra(STORE)
     assert (config.query, config.kv, config.chunk_size, config.on_pressure, config.load) == (False, True, 256, "skip", "salted")
-    assert (config.ring_blocks, config.ring_depth, config.host_bytes, config.model_name) == (None, 2, None, None)
+    assert (config.ring_blocks, config.ring_depth, config.host_bytes, config.model_name) == (None, None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,27 @@ def test_booleans(value: object, wanted: bool) -> None:  # P2 P11
 def test_what_is_no_boolean(value: object) -> None:  # P2
     with pytest.raises(ConfigError, match=r"qcap\.kv must be true or false"):
         CaptureConfig.from_extra({**STORE, "qcap.kv": value})
+
+
+def test_layerwise_and_blending_are_off() -> None:  # L1 B2 P19
+    config = CaptureConfig.from_extra(STORE)
+    assert (config.layerwise, config.blending) == (False, False)
+    assert CaptureConfig.from_extra({**STORE, "qcap.layerwise": "true"}).layerwise is True
+    assert CaptureConfig.from_extra({**STORE, "qcap.layerwise": "0", "qcap.blending": "false"}) == config
+    assert CaptureConfig(store="memory://x", layerwise=True, blending=True).blending is True
+
+
+@pytest.mark.parametrize("key", ["qcap.layerwise", "qcap.blending"])
+def test_layerwise_and_blending_are_booleans(key: str) -> None:  # L1 B2
+    with pytest.raises(ConfigError, match=f"{key} must be true or false, got 'maybe'"):
+        CaptureConfig.from_extra({**STORE, key: "maybe"})
+
+
+def test_blending_is_refused() -> None:  # B1: a layer at a time, and B22: told at the start, not later
+    with pytest.raises(ConfigError, match=r"qcap\.blending works a layer at a time: set qcap\.layerwise too"):
+        CaptureConfig.from_extra({**STORE, "qcap.blending": True})
+    with pytest.raises(ConfigError, match=r"qcap\.blending: the model of no engine recomputes .* set it to false"):
+        CaptureConfig.from_extra({**STORE, "qcap.blending": True, "qcap.layerwise": True})
 
 
 @pytest.mark.parametrize(("value", "wanted"), [("12", 12), (0, 1), (-5, 1), (3, 3)])

@@ -514,9 +514,9 @@ def test_start_with_two_layers(engine):  # C6 C7 C9 C12 C14 C15 C16
     g = worker.capture.geometry
     assert (g.num_q_heads, g.num_kv_heads, g.head_size, g.dtype, g.block_size, g.chunk_size) == (4, H, D, "float32", N, 8)
     assert g.layer_names == (name(0), name(1)) and g.scale == 0.25
-    ring = worker._query.ring
-    assert ring.block_size == N and ring.hidden_dim == 4 * D and ring.layers[0].device.type == "cpu"
-    assert ring.num_blocks == max(32 // N * 2, 32 // N + 2 * 4 + 1)
+    budget = worker._query.budget  # without graphs, and with steps of 32 tokens, every step is small
+    assert (budget.max_rows, budget.small_rows, budget.windows, budget.row_bytes, budget.num_layers) == (32, 32, 0, 4 * D * 4, 2)
+    assert worker._query.resident.shape == (64, 2, 4 * D) and worker._query.resident.device.type == "cpu"
     assert worker.hooks.hooked == [name(0), name(1)]
     assert worker.capture.backend.manifests("fake")[0][0] == g
 
@@ -541,7 +541,27 @@ def test_ring_size_from_settings(engine, key, value, blocks):  # C11 C12
 
 @pytest.mark.parametrize("missing", [None, 0])
 def test_no_limit_on_batched_tokens(engine, missing):  # C13: 8,192
-    assert engine(store="memory://limit", max_num_batched_tokens=missing).start().worker._query.ring.num_blocks == 8192 // N * 2
+    e = engine(store="memory://limit", max_num_batched_tokens=missing, extra={"qcap.q.ring_depth": 2})
+    assert e.start().worker._query.ring.num_blocks == 8192 // N * 2
+
+
+def test_a_resident_ring_holds_the_steps_it_is_told_to(engine):  # C7 C12 C14 C15
+    ring = engine(store="memory://resident", extra={"qcap.q.ring_depth": 2}).start().worker._query.ring
+    assert ring.block_size == N and ring.hidden_dim == 4 * D and ring.layers[0].device.type == "cpu"
+    assert ring.num_blocks == max(32 // N * 2, 32 // N + 2 * 4 + 1)
+
+
+def test_the_ring_is_budgeted_before_it_is_allocated(engine, caplog):  # P17: said, bounded, and an error names what is needed
+    with pytest.raises(ConfigError, match=r"qcap\.q\.ring_bytes is 0 MiB.*Raise"):
+        engine(store="memory://budget", extra={"qcap.q.ring_bytes": 1000}).start()
+    row = 4 * D * 4
+    needed = 2 * 64 * 2 * row + 2 * 8192 * row  # two small steps of two layers, a window for each of the two layers
+    with caplog.at_level(logging.INFO, logger="qcap.vllm"):
+        e = engine(store="memory://budget3", max_num_batched_tokens=8192, extra={"qcap.q.ring_bytes": 2 * needed}).start()
+    query = e.worker._query
+    assert query.budget.nbytes == needed and query.budget.windows == len(query.windows) == 2, "no more windows than layers"
+    assert e.worker.memory_report()["ring_bytes"] == query.on_device_bytes
+    assert any("query ring" in r.message and "2 layers of 8192 tokens" in r.message for r in caplog.records)
 
 
 @pytest.mark.parametrize(("options", "message"), [
@@ -607,8 +627,7 @@ def test_an_error_in_a_hook_never_leaves_forward(engine, monkeypatch):  # C32
     e.forward(step, torch.ones(8, 4, D + 1))
     e.worker.end()
     assert [f.kind for f in e.worker.capture.features] == [CacheKind.KV]
-    ring = e.worker._query.ring
-    assert ring.num_free_blocks() == ring.num_blocks
+    assert not e.worker._query.ledger._requests
     assert all(len(layer.impl.seen) == 1 for layer in e.layers.values())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
+import time
 from typing import Any
 
 
@@ -35,17 +36,33 @@ def worker_of(llm: Any) -> Any:
 def state(llm: Any) -> dict[str, Any]:
     """What must be back where it was once nothing is served."""
     side = worker_of(llm)
-    ring = side._query.ring if side._query is not None else None
     return {
         "counters": dict(side.counters),
         "store": side.capture.backend.counters(),
-        "ring_free": ring.num_free_blocks() if ring else None,
-        "ring_total": ring.num_blocks if ring else None,
+        "ring_held": _held(side._query),
+        "memory": side.memory_report(),
         "tracks": len(side.capture._tracks),
-        "buffers_out": side.capture._buffers.outstanding,
+        "buffers_out": _settled(side.capture._arena),
         "refused": dict(side.refused),
         "followed": len(_scheduler(llm)._followed),
     }
+
+
+def _held(query: Any) -> int:
+    """Ring blocks in use, or what a streaming ring keeps of requests."""
+    if query is None:
+        return 0
+    ring = getattr(query, "ring", None)
+    return ring.usage().used if ring is not None else len(query.ledger._requests)
+
+
+def _settled(arena: Any) -> int:
+    """Pieces that do not come back within some seconds: rows that are being moved do so by themselves."""
+    for _ in range(100):
+        if not arena.outstanding:
+            break
+        time.sleep(0.05)
+    return int(arena.outstanding)
 
 
 def _scheduler(llm: Any) -> Any:

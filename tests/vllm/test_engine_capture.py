@@ -20,7 +20,7 @@ pytestmark = pytest.mark.vllm
 
 def assert_nothing_left(state: dict[str, Any]) -> None:
     """No ring block, no followed request, no buffer, no error."""
-    assert state["ring_free"] == state["ring_total"]
+    assert state["ring_held"] == 0
     assert state["tracks"] == state["followed"] == state["buffers_out"] == 0
     assert state["counters"].get("errors", 0) == 0 and not state["refused"]
     assert state["store"]["failed"] == state["store"]["refused"] == 0

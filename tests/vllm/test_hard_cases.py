@@ -121,7 +121,8 @@ def test_draft_tokens_that_are_rejected(tmp_path: Path) -> None:
     assert_every_object_is_right(store, model)
 
 
-def test_skip_never_waits_and_counts(tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", ["resident", "streaming"])
+def test_skip_never_waits_and_counts(tmp_path: Path, form: str) -> None:
     """``on_pressure="skip"`` with a ring and a write queue far too small: what is left out is counted. # A20 O13"""
     model, store = str(tiny_model_path("llama")), f"file://{tmp_path}"
     requests = [{"ids": ids, "n": 40, "after": i} for i, ids in enumerate(jobs.make_prompts([200, 90, 330, 150], 1000, seed=8))]
@@ -129,13 +130,13 @@ def test_skip_never_waits_and_counts(tmp_path: Path) -> None:
         "model": model,
         "store": store,
         "engine": {"max_num_batched_tokens": 128, "max_num_seqs": 4},
-        "qcap": {"on_pressure": "skip", "q_ring_blocks": 4, "host_bytes": 200_000},
+        "qcap": {"on_pressure": "skip", "host_bytes": 200_000, **({"q_ring_blocks": 4} if form == "resident" else {})},
         "requests": requests,
     }
     result = run_in_process(jobs.staggered, job, timeout_s=500)
-    assert result["skipped"].get("query:ring-full", 0) > 0
+    assert result["skipped"].get("query:ring-full" if form == "resident" else "query:host-full", 0) > 0
     missing = sum(count for reason, count in result["skipped"].items() if reason.startswith("query:"))
     assert result["stored"]["query"] + missing == result["whole"]
     state = result["state"]
-    assert state["ring_free"] == state["ring_total"] and state["tracks"] == state["buffers_out"] == 0
+    assert state["ring_held"] == 0 and state["tracks"] == state["buffers_out"] == 0
     assert_every_object_is_right(store, model)

@@ -82,5 +82,5 @@ def test_go_on_from_edited_caches(kind: str, tmp_path: Path) -> None:
     assert found["other"]["tokens"] == other and other != cold
     assert [r["tokens"] for r in found["together"]] == [other, cold, cold], "served at once, each from its own cache"
 
-    assert found["state"]["ring_free"] == found["state"]["ring_total"] and found["state"]["tracks"] == 0
+    assert found["state"]["ring_held"] == 0 and found["state"]["tracks"] == 0
     assert found["state"]["counters"].get("load.failed", 0) == 0 and found["state"]["counters"].get("errors", 0) == 0

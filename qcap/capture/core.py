@@ -1,0 +1,436 @@
+"""A step fanned out to the features, and what they bring handed to the store.
+
+Knows a :class:`~qcap.store.tiers.Backend`; nothing of transport or files, and nothing of vLLM. In the engine's process nothing here raises
+into a forward pass: :meth:`Capture.guard` records an error, says it once, and turns the feature off.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+
+import torch
+
+from qcap.attribution import FinishedRequest, Step, TokenUpdate
+from qcap.capture.features import Feature, RequestTrack
+from qcap.capture.staging import HostArena, Staged
+from qcap.errors import StoreError, TokenError
+from qcap.geometry import Geometry
+from qcap.kinds import CacheKind
+from qcap.store.metrics import RateLimitedLog
+from qcap.store.tiers import Backend, SequenceRecord, StoreOutcome
+from qcap.tokens import ChunkedTokenDatabase, ChunkRecord, chunk_key
+
+logger = logging.getLogger("qcap.capture")
+often = RateLimitedLog(logger)
+
+
+class Capture:
+    """The features of one rank, the requests they follow, and the way to the store.
+
+    Args:
+        geometry: of this rank.
+        backend: where chunks go.
+        features: what to capture; none is legal (loading alone).
+        engine_id: goes into receipts.
+        write_receipts: one rank does.
+        arena: host memory of the features; given up when the capture is closed.
+        may_wait: the engine may be held back until the store has room (``on_pressure="wait"``).
+        refused: kinds that were asked for and cannot be captured here, with the reason that receipts give.
+    """
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        backend: Backend,
+        features: Sequence[Feature],
+        *,
+        engine_id: str,
+        write_receipts: bool,
+        arena: HostArena,
+        counters: Counter[str],
+        refused: Mapping[CacheKind, str] | None = None,
+        may_wait: bool = True,
+    ) -> None:
+        self.geometry, self.backend = geometry, backend
+        self._refused = dict(refused or {})
+        self._may_wait = may_wait
+        self.features: list[Feature] = list(features)
+        self.counters = counters
+        self._engine_id, self._write_receipts, self._arena = engine_id, write_receipts, arena
+        arena.watch(lambda: backend.poll() > 0)
+        self._database = ChunkedTokenDatabase(geometry.chunk_size)
+        self._tracks: dict[int, RequestTrack] = {}
+        self._step: Step | None = None
+        self._invalid: set[int] = set()
+        self._speculative = False
+        self._lock = threading.RLock()  # steps and ends; may be held while the store makes the engine wait
+        self._book = threading.Lock()  # what the writer's thread notes; never held while calling the store
+        self._absent: set[tuple[int, CacheKind, int]] = set()  # (uid, kind, chunk): asked for in this step, and not in the store
+        self._off: set[str] = set()
+        self._told: set[str] = set()
+        self._tainted: set[int] = set()  # KV blocks that hold what was computed on a failed load, until they are computed anew
+
+    # ---- posture ------------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def guard(self, what: str, feature: Feature | None = None) -> Iterator[None]:
+        """Nothing raises into the engine: the error is counted and logged, and the feature (or all of them) is turned off for good."""
+        try:
+            yield
+        except Exception:
+            self.counters["errors"] += 1
+            names = [feature] if feature is not None else list(self.features)
+            if what not in self._told:
+                self._told.add(what)
+                logger.exception(
+                    "qcap: %s failed; %s is turned off, the engine goes on", what, ", ".join(f.kind.value for f in names) or "nothing"
+                )
+            for broken in names:
+                self.turn_off(broken)
+
+    def turn_off(self, feature: Feature) -> None:
+        """Capture nothing of this kind from now on, and give back what it held."""
+        if feature in self.features:
+            self.features.remove(feature)
+            self._off.add(feature.kind.value)
+            self.counters[f"{feature.kind.value}.turned_off"] += 1
+            try:
+                feature.close()
+            except Exception:
+                logger.exception("qcap: closing %s failed", feature.kind.value)
+
+    # ---- the step -----------------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, step: Step) -> None:
+        """Before the forward pass: token ids that became known, requests that ended, the plan of this step."""
+        with self._lock:
+            self._step, self._invalid, self._speculative = step, set(), step.speculative
+            gone = set(step.overwritten)
+            for uid in (*(done.uid for done in step.finished), *step.preempted) if gone else ():
+                track = self._tracks.get(uid)
+                if track is not None:
+                    del track.block_ids[next((i for i, block in enumerate(track.block_ids) if block in gone), len(track.block_ids)) :]
+            for request in step.requests:
+                if request.uid not in self._tracks:
+                    self._tracks[request.uid] = RequestTrack(request.uid, request.request_id, request.salt)
+            for update in step.tokens:
+                self._learn(update.uid, update.offset, update.ids)
+            for done in step.finished:
+                self.finish(done)
+            for uid in step.preempted:
+                if uid in self._tracks:
+                    if step.speculative:  # its pages are still what they were: the forward pass that may write over them comes after
+                        self._collect(self._tracks[uid], min(self._tracks[uid].end, len(self._tracks[uid].tokens) - 1))
+                    self._tracks[uid].block_ids.clear()
+            for uid in step.resampled:
+                if uid in self._tracks:
+                    self._drop_waiting(self._tracks[uid], "token-ids-changed", again=True)
+            for request in step.requests:
+                track = self._tracks[request.uid]
+                track.barred = track.barred or request.skip
+                del track.block_ids[request.first_block :]
+                track.block_ids.extend(request.block_ids)
+                track.end = request.end
+                if request.admitted:
+                    track.cached_until = max(track.cached_until, request.start)
+                if step.speculative and not request.admitted:
+                    self._collect(track, min(request.start, len(track.tokens) - 1))
+            if self._tainted:
+                for load in step.loads:  # about to be filled; tainted again if that fails
+                    self._tainted.difference_update(load.block_ids[load.start // self.geometry.block_size :])
+                self._spread_taint(step)
+            self._absent = set()
+            for feature in list(self.features):
+                with self.guard("planning a step", feature):
+                    feature.begin(step, self._due(step, feature.kind))
+
+    def _due(self, step: Step, kind: CacheKind) -> list[tuple[RequestTrack, int]]:
+        """Chunks that become whole in this step, are not in the store yet, and will find room there."""
+        size = self.geometry.chunk_size
+        due: list[tuple[RequestTrack, int]] = []
+        if kind is not CacheKind.KV or step.speculative:
+            return []
+        for request in step.requests:
+            track = self._tracks[request.uid]
+            if track.barred or request.end // size == request.start // size:
+                continue
+            staged = track.staged.get(kind, ())
+            for index in range(request.start // size, request.end // size):
+                if index in staged or len(track.block_ids) * self.geometry.block_size < (index + 1) * size:
+                    continue
+                if self.backend.cheap_contains and self._already_stored(track, kind, index, look=True):
+                    continue
+                if not self._may_wait and not self.backend.has_room((len(due) + 1) * self.geometry.chunk_bytes(kind)):
+                    return due
+                self._absent.add((request.uid, kind, index))
+                due.append((track, index))
+        return due
+
+    def layer_done(self, layer: int) -> None:
+        """Between two layers of a forward pass: all that layers up to ``layer`` write has been queued."""
+        if self._step is not None:
+            for feature in list(self.features):
+                with self.guard("moving a layer", feature):
+                    feature.layer_done(layer)
+
+    def mark_invalid(self, block_ids: set[int], reason: str) -> None:
+        """These KV blocks hold garbage (a load failed): every request of this step that uses one is computed on it, and is stored no more.
+
+        What it computes is garbage too, and stays in the engine's blocks until it is computed anew; see :meth:`_spread_taint`.
+        """
+        with self._lock:
+            self._tainted |= block_ids
+            if self._step is not None:
+                self._spread_taint(self._step, reason, loading=True)
+
+    def _spread_taint(self, step: Step, reason: str = "load-failed", *, loading: bool = False) -> None:
+        """Requests that read a tainted block are invalid in this step, and so is what they write; blocks that a good request writes from
+        their first row on are good again."""
+        n = self.geometry.block_size
+        pending = {r.uid: r for r in step.requests if r.uid in self._tracks}
+        while True:  # a request may read in this very step what another one computes anew in it
+            good = [r for r in pending.values() if not self._tainted.intersection(self._tracks[r.uid].block_ids[: -(-r.start // n)])]
+            if not good:
+                break
+            for request in good:
+                del pending[request.uid]
+                if not loading:
+                    self._tainted.difference_update(self._tracks[request.uid].block_ids[-(-request.start // n) :])
+        for uid, request in pending.items():
+            track = self._tracks[uid]
+            self._invalid.add(uid)
+            track.barred = track.barred or reason
+            self._tainted.update(track.block_ids[request.start // n :])
+
+    def end_step(self) -> None:
+        """After the forward pass was queued: take what became whole."""
+        with self._lock:
+            step, self._step = self._step, None
+            if step is None:
+                return
+            for feature in list(self.features):
+                with self.guard("closing a step", feature):
+                    feature.commit(step.number, sorted(self._invalid))
+            if not step.speculative:
+                for request in step.requests:
+                    track = self._tracks.get(request.uid)
+                    if track is not None:  # else it ended between its step and this
+                        self._collect(track, request.end)
+            for feature in list(self.features):
+                with self.guard("closing a step", feature):
+                    feature.end()
+            self.counters["steps"] += 1
+
+    def _collect(self, track: RequestTrack, final_tokens: int) -> None:
+        """Stage every chunk of ``track`` that is whole below ``final_tokens``, and publish those whose token ids are known."""
+        for feature in list(self.features):
+            with self.guard("taking chunks", feature):
+                staged = track.staged.setdefault(feature.kind, set())
+                for index, stage in feature.take(track, final_tokens):
+                    if index in staged:
+                        continue
+                    staged.add(index)
+                    if track.barred:
+                        track.reasons.setdefault(feature.kind, {})[index] = track.barred
+                        continue
+                    asked = (track.uid, feature.kind, index) in self._absent
+                    if not asked and self.backend.cheap_contains and self._already_stored(track, feature.kind, index):
+                        continue
+                    if not self._may_wait and not self.backend.has_room(self.geometry.chunk_bytes(feature.kind)):
+                        self._lose(track, feature.kind, index, "store-busy")  # before it costs device and host memory
+                        continue
+                    try:
+                        ready = stage()
+                        if ready is None:
+                            self._lose(track, feature.kind, index, "store-busy")
+                        else:
+                            self._hand_over(track, feature.kind, index, ready)
+                    except torch.OutOfMemoryError:
+                        self._lose(track, feature.kind, index, "no-device-memory")
+                    except (StoreError, TokenError) as error:  # one chunk's fault, not the feature's
+                        often.error("a chunk is not stored: %s", error)
+                        self._lose(track, feature.kind, index, "store-failed")
+
+    def _lose(self, track: RequestTrack, kind: CacheKind, index: int, reason: str) -> None:
+        with self._book:
+            self.counters[f"{kind.value}.skipped.{reason}"] += 1
+            track.reasons.setdefault(kind, {})[index] = reason
+
+    def _already_stored(self, track: RequestTrack, kind: CacheKind, index: int, *, look: bool = False) -> bool:
+        """Whether a chunk is in the store; if so it counts as stored by this request, unless this is only a ``look``."""
+        if index >= len(track.chunks):
+            return False  # token ids not known yet
+        key = chunk_key(kind, self.geometry, track.chunks[index].digest, track.salt)
+        try:
+            if not self.backend.contains([key])[0]:
+                return False
+        except StoreError as error:
+            self.counters["store.unavailable"] += 1
+            often.warning("the store cannot be asked: %s", error)
+            return False
+        if not look:
+            with self._book:
+                track.stored.setdefault(kind, set()).add(index)
+                self.counters[f"{kind.value}.exists"] += 1
+        return True
+
+    def _hand_over(self, track: RequestTrack, kind: CacheKind, index: int, staged: Staged) -> None:
+        if index >= len(track.chunks):
+            track.waiting.setdefault(kind, {})[index] = staged
+            return
+        chunk = track.chunks[index]
+        record = ChunkRecord(
+            kind, self.geometry, chunk.start, tuple(track.tokens[chunk.start : chunk.end]), chunk.digest, chunk.parent, track.salt
+        )
+        with self._book:
+            track.in_flight += 1
+        future = self.backend.store(record, staged.host, staged.ready)
+        future.add_done_callback(lambda done: self._written(track, kind, index, staged, done))
+
+    def _written(self, track: RequestTrack, kind: CacheKind, index: int, staged: Staged, future: Future[StoreOutcome]) -> None:
+        outcome = StoreOutcome.FAILED if future.cancelled() or future.exception() else future.result()
+        with self._book:
+            self.counters[f"{kind.value}.{outcome.value}"] += 1
+            if outcome in (StoreOutcome.STORED, StoreOutcome.EXISTS):
+                track.stored.setdefault(kind, set()).add(index)
+            else:
+                busy = "store-busy" if outcome is StoreOutcome.REFUSED else "store-failed"
+                track.reasons.setdefault(kind, {})[index] = staged.ready.failure or busy
+            track.in_flight -= 1
+        staged.release()
+        self._maybe_receipt(track)
+
+    def _drop_waiting(self, track: RequestTrack, reason: str, *, again: bool = False) -> None:
+        """Chunks that wait for their token ids will not get them. ``again``: their tokens will be sampled and computed anew."""
+        for kind, waiting in track.waiting.items():
+            for index, staged in waiting.items():
+                track.reasons.setdefault(kind, {})[index] = reason
+                staged.release()
+                if again:
+                    track.staged[kind].discard(index)
+                    for feature in self.features:
+                        if feature.kind is kind:
+                            feature.forget(track, index)
+            waiting.clear()
+
+    # ---- token ids and ends -------------------------------------------------------------------------------------------------------
+
+    def _learn(self, uid: int, offset: int, ids: Sequence[int]) -> None:
+        track = self._tracks.get(uid)
+        if track is None:
+            return
+        if offset > len(track.tokens):
+            track.barred = track.barred or "token-ids-unknown"
+            return
+        if list(track.tokens[offset : offset + len(ids)]) != list(ids[: len(track.tokens) - offset]):
+            track.barred = track.barred or "token-ids-changed"
+            return
+        track.tokens.extend(ids[len(track.tokens) - offset :])
+        if len(track.tokens) // self.geometry.chunk_size > len(track.chunks):
+            track.chunks = self._database.extend(track.chunks, track.tokens)
+        for kind, waiting in track.waiting.items():
+            for index in [i for i in waiting if i < len(track.chunks)]:
+                staged = waiting.pop(index)
+                if self._already_stored(track, kind, index):
+                    staged.release()
+                else:
+                    self._hand_over(track, kind, index, staged)
+
+    def finished(self, update: TokenUpdate | None, done: FinishedRequest) -> None:
+        """A request ended between steps; ``update`` brings its last token ids."""
+        with self._lock:
+            if update is not None:
+                self._learn(update.uid, update.offset, update.ids)
+            self.finish(done)
+
+    def finish(self, done: FinishedRequest) -> None:
+        """A request ended (by itself, by abort, or by failure): take its last chunks, give everything back, write its receipt."""
+        with self._lock:
+            track = self._tracks.pop(done.uid, None)
+            if track is None:
+                return
+            if self._speculative:
+                self._collect(track, done.computed_tokens)
+            self._drop_waiting(track, "token-ids-unknown")
+            for feature in list(self.features):
+                whole = done.computed_tokens // self.geometry.chunk_size
+                staged_now = track.staged.get(feature.kind, set())
+                for index in set(range(whole)) - staged_now:
+                    track.reasons.setdefault(feature.kind, {}).setdefault(index, track.barred or feature.why_missing(track, index))
+                with self.guard("releasing a request", feature):
+                    feature.release(track)
+            with self._book:
+                track.finished = done
+        self._maybe_receipt(track)
+
+    def _maybe_receipt(self, track: RequestTrack) -> None:
+        with self._book:
+            done = track.finished
+            if done is None or track.in_flight or track.receipt_written or not self._write_receipts:
+                return
+            track.receipt_written = True
+        g = self.geometry
+        whole = done.computed_tokens // g.chunk_size
+        stored: dict[str, tuple[int, ...]] = {}
+        skipped: dict[str, dict[str, int]] = {}
+        for kind in CacheKind:
+            if all(f.kind is not kind for f in self.features) and kind.value not in self._off and kind not in self._refused:
+                continue
+            have = {i for i in track.stored.get(kind, set()) if i < whole}
+            for index in range(min(whole, len(track.chunks))):  # an earlier run may have left it there
+                if index not in have and not track.barred and self._already_stored(track, kind, index):
+                    have.add(index)
+            stored[kind.value] = tuple(sorted(have))
+            reasons = Counter(
+                track.reasons.get(kind, {}).get(i, track.barred or self._refused.get(kind, "turned-off"))
+                for i in range(whole)
+                if i not in have
+            )
+            if reasons:
+                skipped[kind.value] = dict(reasons)
+                with self._book:
+                    for reason, count in reasons.items():
+                        self.counters[f"{kind.value}.lost.{reason}"] += count
+        self.backend.put_sequence(
+            SequenceRecord(
+                model=g.model,
+                request_id=track.request_id,
+                engine_id=self._engine_id,
+                salt=track.salt,
+                token_ids=tuple(track.tokens[: done.num_tokens]),
+                prompt_tokens=done.prompt_tokens,
+                computed_tokens=done.computed_tokens,
+                chunk_size=g.chunk_size,
+                stored=stored,
+                skipped=skipped,
+                finished_at=time.time(),
+            )
+        )
+        self.counters["requests"] += 1
+
+    def idle(self) -> bool:
+        """Whether no request is being followed."""
+        with self._lock:
+            return not self._tracks
+
+    def close(self) -> None:
+        """Give everything back and wait for the store. Requests that are still being served are cut off, and counted."""
+        try:
+            with self._lock:
+                size = self.geometry.block_size
+                for uid, track in list(self._tracks.items()):
+                    self.counters["requests_cut_off"] += 1
+                    known = len(track.tokens)
+                    self.finish(FinishedRequest(uid, known, known, max(0, min(known - 1, len(track.block_ids) * size))))
+                for feature in list(self.features):
+                    with self.guard(f"closing {feature.kind.value}", feature):
+                        feature.close()
+        finally:
+            self.backend.close()
+            self._arena.close()

@@ -1,0 +1,77 @@
+"""What a feature of a capture is, and what is known of one request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from qcap.attribution import FinishedRequest, Step
+from qcap.capture.staging import Staged
+from qcap.kinds import CacheKind
+from qcap.tokens import TokenChunk
+
+
+@dataclass
+class RequestTrack:
+    """What the worker knows of one request."""
+
+    uid: int
+    request_id: str
+    salt: str
+    tokens: list[int] = field(default_factory=list)
+    chunks: list[TokenChunk] = field(default_factory=list)
+    block_ids: list[int] = field(default_factory=list)
+    end: int = 0  # of the last step
+    cached_until: int = 0  # positions that were in the engine's cache when the request was admitted (the most, if more than once)
+    barred: str = ""  # why nothing of this request may be stored
+    staged: dict[CacheKind, set[int]] = field(default_factory=dict)
+    waiting: dict[CacheKind, dict[int, Staged]] = field(default_factory=dict)  # whole, but token ids are not known yet
+    stored: dict[CacheKind, set[int]] = field(default_factory=dict)
+    reasons: dict[CacheKind, dict[int, str]] = field(default_factory=dict)
+    in_flight: int = 0
+    finished: FinishedRequest | None = None
+    receipt_written: bool = False
+
+
+Stage = Callable[[], Staged | None]
+"""Puts one chunk on its way to the host; None if there is no host memory for it."""
+
+
+class Feature(Protocol):
+    """One tensor kind's part in a step. A new kind is a new class with these methods, given to :class:`Capture` beside the others.
+
+    A step: :meth:`begin`, then :meth:`layer_done` after each layer if the engine runs Python between layers (a replayed graph does not),
+    :meth:`commit`, :meth:`take` for each request, :meth:`end`.
+    """
+
+    kind: CacheKind
+    on_device_bytes: int
+    """Device memory of its own."""
+
+    def begin(self, step: Step, due: Sequence[tuple[RequestTrack, int]]) -> None:
+        """The step is about to run. ``due``: chunks that become whole in it and should be stored; a feature may start on them early."""
+
+    def layer_done(self, layer: int) -> None:
+        """All that layers up to ``layer`` write in this step has been queued on the current stream."""
+
+    def commit(self, step_number: int, invalid: Sequence[int]) -> None:
+        """The step's device work has been queued."""
+
+    def take(self, track: RequestTrack, final_tokens: int) -> Iterator[tuple[int, Stage]]:
+        """Chunks of a request that are whole now: (index, how to stage it)."""
+
+    def end(self) -> None:
+        """What was whole has been taken."""
+
+    def forget(self, track: RequestTrack, chunk: int) -> None:
+        """A taken chunk could not be used: it may be taken again, if it is computed again."""
+
+    def release(self, track: RequestTrack) -> None:
+        """The request is over."""
+
+    def why_missing(self, track: RequestTrack, chunk: int) -> str:
+        """Why a chunk of computed tokens was never staged."""
+
+    def close(self) -> None:
+        """Give everything back."""

@@ -1,0 +1,354 @@
+"""Host memory for what is on its way to the store, and how pages get there.
+
+One :class:`HostArena` a rank: page-locked where the device is a GPU, made once, bounded, reported. :class:`PageStager` brings blocks of
+a :class:`~qcap.kernels.PageTable` into it, layer by layer if it is asked to: a *pack* stream gathers into small device slots, a *copy*
+stream moves each slot to the host while the next one is being packed. The compute stream is never made to wait for either, and the host
+waits for nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from qcap import kernels
+from qcap.errors import Unsupported
+from qcap.kernels import PageTable
+
+_PAGE = 4096
+SLOT_BYTES = 32 << 20
+"""Size of one device slot. Two of them keep a PCIe link busy: packing one takes 3 % of the time that copying one does."""
+
+
+class RowsMissing(Unsupported):
+    """Rows that the scheduler announced never reached the device buffer; the chunk is not published."""
+
+
+class HostArena:
+    """One block of host memory, lent piece by piece.
+
+    Args:
+        nbytes: its size.
+        pinned: page-lock it, so that copies from a GPU need no wait.
+        waits: with no room left, :meth:`take` waits as long as something that was lent is on its way back (``on_pressure="wait"``),
+            and then takes memory beyond the bound rather than lose a row; else it returns None.
+
+    :attr:`over_budget` counts the bytes ever taken beyond the bound.
+    """
+
+    def __init__(self, nbytes: int, *, pinned: bool, waits: bool) -> None:
+        self.nbytes = -(-max(nbytes, _PAGE) // _PAGE) * _PAGE
+        self.waits, self.pinned = waits, pinned
+        with torch.inference_mode(False):  # an engine's steps run in inference mode; the writers' threads, which may patch rows in, do not
+            self._block = torch.empty(self.nbytes, dtype=torch.uint8)
+        if pinned:  # torch's own page-locked memory comes in powers of two: up to twice as much as asked for
+            _check(torch.cuda.cudart().cudaHostRegister(self._block.data_ptr(), self.nbytes, 0))
+        self._free: list[tuple[int, int]] = [(0, self.nbytes)]  # (offset, size), by offset
+        self._lent: dict[int, tuple[int, int] | torch.Tensor] = {}  # data_ptr -> extent, or a tensor of its own
+        self._late: list[tuple[Any, int]] = []  # (event, data_ptr): given back while a copy into it was running
+        self._busy: list[Callable[[], bool]] = []
+        self._changed = threading.Condition()
+        self.used = self.high_water = self.over_budget = 0
+
+    @property
+    def outstanding(self) -> int:
+        """Pieces that have not come back."""
+        with self._changed:
+            self._sweep()
+            return len(self._lent)
+
+    def watch(self, busy: Callable[[], bool]) -> None:
+        """``busy()`` is True while it will give something back by itself."""
+        self._busy.append(busy)
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+        """An uninitialised, contiguous tensor; None if there is no room and the arena does not wait. Any thread."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        size = max(-(-nbytes // _PAGE) * _PAGE, _PAGE)
+        while True:
+            with self._changed:
+                self._sweep()
+                offset = self._fit(size)
+                if offset is not None:
+                    with torch.inference_mode(False):
+                        piece = self._block[offset : offset + nbytes].view(dtype).view(shape)
+                    self._lend(piece, (offset, size))
+                    return piece
+                alone = size > self.nbytes and not self._lent
+                coming = bool(self._late)
+            if alone or (self.waits and not coming and not any(busy() for busy in self._busy)):
+                with torch.inference_mode(False):
+                    own = torch.empty(shape, dtype=dtype, pin_memory=self.pinned)
+                with self._changed:
+                    self.over_budget += own.nbytes
+                    self._lend(own, own)
+                return own
+            if not self.waits:
+                return None
+            with self._changed:
+                self._changed.wait(0.02)
+
+    def give(self, piece: torch.Tensor, after: Any = None) -> None:
+        """``piece`` is no longer read or written by anyone once ``after`` (a device event, or None) is over."""
+        with self._changed:
+            if after is not None and not after.query():
+                self._late.append((after, piece.data_ptr()))
+            else:
+                self._take_back(piece.data_ptr())
+
+    def close(self) -> None:
+        """Unlock the memory. Nothing of it may be in use by the device any more."""
+        if self.pinned:
+            torch.cuda.synchronize()
+            _check(torch.cuda.cudart().cudaHostUnregister(self._block.data_ptr()))
+            self.pinned = False
+
+    def _fit(self, size: int) -> int | None:
+        for index, (offset, room) in enumerate(self._free):
+            if room >= size:
+                if room == size:
+                    del self._free[index]
+                else:
+                    self._free[index] = (offset + size, room - size)
+                return offset
+        return None
+
+    def _lend(self, piece: torch.Tensor, what: tuple[int, int] | torch.Tensor) -> None:
+        self._lent[piece.data_ptr()] = what
+        self.used += what.nbytes if isinstance(what, torch.Tensor) else what[1]
+        self.high_water = max(self.high_water, self.used)
+
+    def _sweep(self) -> None:
+        late, self._late = self._late, []
+        for event, pointer in late:
+            if event.query():
+                self._take_back(pointer)
+            else:
+                self._late.append((event, pointer))
+
+    def _take_back(self, pointer: int) -> None:
+        what = self._lent.pop(pointer)
+        self.used -= what.nbytes if isinstance(what, torch.Tensor) else what[1]
+        if not isinstance(what, torch.Tensor):
+            self._free.append(what)
+            self._free.sort()
+            merged: list[tuple[int, int]] = []
+            for offset, size in self._free:
+                if merged and merged[-1][0] + merged[-1][1] == offset:
+                    merged[-1] = (merged[-1][0], merged[-1][1] + size)
+                else:
+                    merged.append((offset, size))
+            self._free = merged
+        self._changed.notify_all()
+
+
+class Ready:
+    """Waits for a chunk's copies, then runs ``check`` (once, on the writer's thread). ``failure`` says what the check found."""
+
+    def __init__(self, events: Sequence[Any] = (), check: Callable[[], None] | None = None) -> None:
+        self._events, self._check = tuple(events), check
+        self.failure = ""
+
+    def done(self) -> bool:
+        """Whether the copies are over; waits for nothing."""
+        return all(event.query() for event in self._events)
+
+    def synchronize(self) -> None:
+        """Block until the chunk is on the host, checked and whole.
+
+        Raises:
+            RowsMissing: it is there, but not whole.
+        """
+        for event in self._events:
+            event.synchronize()
+        if self._check is not None:
+            check, self._check = self._check, None
+            try:
+                check()
+            except RowsMissing:
+                self.failure = "rows-missing"
+                raise
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A whole chunk on its way.
+
+    Args:
+        host: ``[planes, L, CH, H]``; each ``[CH, H]`` is contiguous. Good once ``ready`` is over.
+        ready: what to wait for.
+        release: call once, when nobody reads ``host`` any more.
+    """
+
+    host: torch.Tensor
+    ready: Ready
+    release: Callable[[], None]
+
+
+class PageJob:
+    """Blocks of all layers on their way to the host. Made by :meth:`PageStager.start`.
+
+    Attributes:
+        host: ``[planes, L, T, H]`` in the arena.
+        packed: event after which the pages may be written over; None on the CPU, and before the last layer was queued.
+        copied: event after which ``host`` is whole.
+    """
+
+    def __init__(self, stager: PageStager, table: PageTable, block_ids: np.ndarray, host: torch.Tensor, shares: int) -> None:
+        self._stager, self._table, self._shares = stager, table, shares
+        self._lock = threading.Lock()
+        self.block_ids, self.host = block_ids, host
+        self._ids = stager.send_to_pack(block_ids)
+        self._next = 0
+        self.packed: Any = None
+        self.copied: Any = None
+
+    def advance(self, num_layers: int) -> None:
+        """Queue layers below ``num_layers``. Their pages must have been written by what is queued on the current stream so far."""
+        if num_layers > self._next:
+            self._stager.pack(self._table, self._ids, self.host, self._next, num_layers)
+            self._next = num_layers
+            if num_layers == self._table.num_layers:
+                self.packed, self.copied = self._stager.events()
+
+    def release(self) -> None:
+        """One of the chunks in it is no longer read; the last one gives the memory back."""
+        with self._lock:
+            self._shares -= 1
+            if self._shares:
+                return
+        self._stager.arena.give(self.host, self.copied)
+
+
+class PageStager:
+    """Moves blocks of pages to the host.
+
+    Args:
+        device: of the pages.
+        arena: where they go.
+        slot_bytes: the least size of a device slot; one chunk of one layer must fit.
+    """
+
+    def __init__(self, device: torch.device, arena: HostArena, *, slot_bytes: int = SLOT_BYTES) -> None:
+        self.device, self.arena = device, arena
+        self._cuda = device.type == "cuda"
+        self.nbytes = 0
+        if self._cuda:
+            self._pack, self.copy = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
+            self._slot_free: list[Any] = [None, None]
+            self._turn = 0
+            self.nbytes = 2 * slot_bytes
+
+    def send(self, values: Sequence[int] | np.ndarray) -> torch.Tensor:
+        """int64 indices on the device, sent on the current stream without waiting for it."""
+        host = torch.as_tensor(np.asarray(values, dtype=np.int64))
+        return host.pin_memory().to(self.device, non_blocking=True) if self._cuda else host
+
+    def send_to_pack(self, values: np.ndarray) -> torch.Tensor:
+        """The same, for the pack stream."""
+        if not self._cuda:
+            return self.send(values)
+        with torch.cuda.stream(self._pack):
+            return self.send(values)
+
+    def start(self, table: PageTable, block_ids: Sequence[int] | np.ndarray, shares: int = 1) -> PageJob | None:
+        """Reserve host memory for ``block_ids`` of all layers; None if there is none. ``shares``: chunks, to be released one by one."""
+        ids = np.asarray(block_ids, dtype=np.int64)
+        host = self.arena.take(table.rows_shape(len(ids)), table.dtype)
+        return None if host is None else PageJob(self, table, ids, host, shares)
+
+    def stage(
+        self,
+        table: PageTable,
+        block_ids: Sequence[int] | np.ndarray,
+        extras: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+        check: Callable[[torch.Tensor], None] | None = None,
+    ) -> tuple[Staged, Any] | None:
+        """One chunk, all its layers now, and the event after which its blocks may be written over (None on the CPU).
+
+        ``extras``: further (device, host) pairs to copy; ``check`` runs on the writer's thread when all is there.
+        """
+        job = self.start(table, block_ids)
+        if job is None:
+            return None
+        job.advance(table.num_layers)
+        for source, target in extras:
+            self.copy_out(source, target)
+        if extras:
+            _, job.copied = self.events()
+        finish = None if check is None else (lambda: check(job.host))
+        return Staged(job.host, Ready([] if job.copied is None else [job.copied], finish), job.release), job.packed
+
+    def copy_out(self, source: torch.Tensor, target: torch.Tensor, *, keep: bool = False) -> None:
+        """Copy ``source`` (device), as the current stream leaves it, to ``target`` (host) on the copy stream. Both contiguous.
+
+        ``keep``: the caller keeps ``source`` and writes to it again only after the copy.
+        """
+        if not self._cuda:
+            target.copy_(source)
+            return
+        self.copy.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.copy):
+            target.copy_(source, non_blocking=True)
+        if not keep:
+            source.record_stream(self.copy)
+
+    def pack(self, table: PageTable, ids: torch.Tensor, host: torch.Tensor, first: int, last: int) -> None:
+        """Layers ``[first, last)`` of the blocks ``ids`` into ``host`` ``[planes, L, T, H]``."""
+        planes, _, tokens, width = host.shape
+        if not self._cuda:
+            if (first, last) == (0, table.num_layers):
+                kernels.gather_pages(table, ids, host)
+            else:
+                rows = torch.empty((planes, last - first, tokens, width), dtype=host.dtype)
+                kernels.gather_pages(table, ids, rows, first)
+                host[:, first:last] = rows
+            return
+        n, size = table.block_size, planes * width * host.element_size()
+        room = self._slots[0].numel() // size  # tokens of one layer that fit into a slot
+        together = min(max(1, room // max(tokens, 1)), last - first)
+        per_slot = min(tokens, room // n * n)
+        self._pack.wait_stream(torch.cuda.current_stream(self.device))
+        for layer in range(first, last, together):
+            layers = min(together, last - layer)
+            for token in range(0, tokens, per_slot):
+                count = min(per_slot, tokens - token)
+                self._pack_one(table, ids[token // n : (token + count) // n], host, layer, layers, token, count)
+
+    def _pack_one(self, table: PageTable, ids: torch.Tensor, host: torch.Tensor, layer: int, layers: int, token: int, count: int) -> None:
+        planes, width = host.shape[0], host.shape[3]
+        turn = self._turn = (self._turn + 1) % len(self._slots)
+        nbytes = planes * layers * count * width * host.element_size()
+        slot = self._slots[turn][:nbytes].view(host.dtype).view(planes, layers, count, width)
+        with torch.cuda.stream(self._pack):
+            if self._slot_free[turn] is not None:
+                self._pack.wait_event(self._slot_free[turn])
+            kernels.gather_pages(table, ids, slot, layer)
+            packed = torch.cuda.Event()
+            packed.record()
+        with torch.cuda.stream(self.copy):
+            self.copy.wait_event(packed)
+            for plane in range(planes):
+                host[plane, layer : layer + layers, token : token + count].copy_(slot[plane], non_blocking=True)
+            self._slot_free[turn] = torch.cuda.Event()
+            self._slot_free[turn].record()
+
+    def events(self) -> tuple[Any, Any]:
+        """(all that was packed so far, all that was copied so far)."""
+        if not self._cuda:
+            return None, None
+        packed, copied = torch.cuda.Event(), torch.cuda.Event()
+        packed.record(self._pack)
+        copied.record(self.copy)
+        return packed, copied
+
+
+def _check(result: Any) -> None:
+    torch.cuda.check_error(int(result))

@@ -1,0 +1,424 @@
+"""Queries streamed off the device: a few layers of a large step in flight, and the rows of small steps, within one budget.
+
+A large step (prefill) runs Python between its layers, so each layer's rows are scattered into one of a few windows and leave for the host
+while the next layers compute; a window is written again when its copy is over, which the device waits for by itself. A small step may be
+a replayed CUDA graph, in which no Python runs: its rows, all layers, go to a resident part, and leave in one copy when the step has been
+queued. On the host, chunks are put together from the rows of one or many steps, by the store's writers.
+
+Nothing that is left to wait for a chunk to fill stays on the device, so the budget does not grow with the number of requests.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qcap import kernels
+from qcap.attribution import Step
+from qcap.capture.features import RequestTrack, Stage
+from qcap.capture.plan import PlanBuffer
+from qcap.capture.staging import PageStager, Ready, RowsMissing, Staged
+from qcap.capture.step_rows import Mover, Segment, StepRows
+from qcap.capture.stream_ledger import StreamLedger, WholeChunk
+from qcap.errors import ConfigError, Unsupported
+from qcap.geometry import Geometry
+from qcap.kinds import CacheKind
+from qcap.store.metrics import RateLimitedLog
+
+often = RateLimitedLog(logging.getLogger("qcap.capture"))
+
+RESIDENT_STEPS = 2
+"""Small steps whose rows fit into the resident part: one is written while the one before leaves."""
+MAX_WINDOWS = 8
+
+
+@dataclass(frozen=True)
+class StreamBudget:
+    """How a ring's bytes are spent.
+
+    Args:
+        max_rows: tokens of the largest step.
+        small_rows: a step of at most so many rows is resident; every graph that the engine records must be.
+        windows: layers of a large step in flight.
+        row_bytes: one row of one layer.
+        num_layers: L.
+    """
+
+    max_rows: int
+    small_rows: int
+    windows: int
+    row_bytes: int
+    num_layers: int
+
+    @classmethod
+    def plan(cls, geometry: Geometry, *, max_rows: int, small_rows: int, ring_bytes: int) -> StreamBudget:
+        """The most windows that ``ring_bytes`` allow beside the resident part.
+
+        Raises:
+            ConfigError: not even one window fits; the message names what is needed.
+        """
+        least = cls.least(geometry, max_rows=max_rows, small_rows=small_rows)
+        if least.nbytes > ring_bytes:
+            raise ConfigError(
+                f"the query ring needs {least.nbytes / 2**20:.0f} MiB and qcap.q.ring_bytes is {ring_bytes / 2**20:.0f} MiB: "
+                f"{least.resident_bytes / 2**20:.0f} MiB for {RESIDENT_STEPS} steps of {small_rows} rows x {geometry.num_layers} layers "
+                f"(the largest recorded graph) and {least.window_bytes / 2**20:.0f} MiB for a layer of {max_rows} rows. Raise "
+                "qcap.q.ring_bytes, or lower max_num_batched_tokens or the engine's graph sizes"
+            )
+        if not least.windows:
+            return least
+        windows = min(MAX_WINDOWS, geometry.num_layers, (ring_bytes - least.resident_bytes) // least.window_bytes)
+        return cls(max_rows, small_rows, windows, least.row_bytes, geometry.num_layers)
+
+    @classmethod
+    def least(cls, geometry: Geometry, *, max_rows: int, small_rows: int) -> StreamBudget:
+        """One window (none if every step is small)."""
+        row = geometry.hidden(CacheKind.QUERY) * geometry.torch_dtype.itemsize
+        return cls(max_rows, small_rows, 1 if max_rows > small_rows else 0, row, geometry.num_layers)
+
+    @property
+    def window_bytes(self) -> int:
+        """One layer of the largest step."""
+        return self.max_rows * self.row_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """All layers of small steps."""
+        return RESIDENT_STEPS * self.small_rows * self.num_layers * self.row_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return self.resident_bytes + self.windows * self.window_bytes
+
+
+class StreamingQueryFeature:
+    """Queries, streamed to the host as they are computed.
+
+    Args:
+        geometry: of this rank.
+        budget: how large the device's part is.
+        num_kv_blocks: of the engine's cache.
+        plan_blocks: the most KV blocks a step can write.
+        padded_rows: rows that an engine's largest forward pass has, padding included.
+        stager: the way to the host; its arena holds a step's rows.
+        host_bytes: bound on rows that wait in ordinary memory for their chunk to fill. Only with an arena that does not wait.
+        debug: after each step, wait for the device and compare how many rows it found with how many were announced.
+    """
+
+    kind = CacheKind.QUERY
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        budget: StreamBudget,
+        *,
+        num_kv_blocks: int,
+        plan_blocks: int,
+        padded_rows: int,
+        stager: PageStager,
+        counters: Counter[str],
+        host_bytes: int,
+        debug: bool = False,
+    ) -> None:
+        self._geometry, self.budget, self._stager, self._counters = geometry, budget, stager, counters
+        self._arena, self._host_bytes = stager.arena, host_bytes
+        device, self.dtype, width = stager.device, geometry.torch_dtype, geometry.hidden(CacheKind.QUERY)
+        self._cuda = device.type == "cuda"
+        self._device = device
+        self.windows = [torch.empty((budget.max_rows, width), dtype=self.dtype, device=device) for _ in range(budget.windows)]
+        self.resident = torch.empty((RESIDENT_STEPS * budget.small_rows, geometry.num_layers, width), dtype=self.dtype, device=device)
+        self._resident_layers = [self.resident[:, layer] for layer in range(geometry.num_layers)]
+        self._stamps_small = torch.zeros(RESIDENT_STEPS * budget.small_rows, dtype=torch.int64, device=device)
+        self._stamps_large = torch.zeros(max(budget.max_rows, 1), dtype=torch.int64, device=device)
+        self._stamps_free: Any = None  # event after which the large stamps may be written
+        self._plan = PlanBuffer(plan_blocks, device)
+        self._ring_slots = torch.full((max(padded_rows, budget.max_rows, budget.small_rows),), -1, dtype=torch.int64, device=device)
+        self._counts = torch.zeros(plan_blocks, dtype=torch.int32, device=device) if debug else None
+        self._announced: Any = None
+        self.on_device_bytes = budget.nbytes + self._stamps_small.nbytes + self._stamps_large.nbytes
+        self.mover = Mover(self._arena)
+        self.ledger = StreamLedger(geometry.block_size, geometry.chunk_size, num_kv_blocks, self._on_skip)
+        self._skips: dict[int, dict[int, str]] = {}
+        self._free_at: list[Any] = [None] * budget.windows  # event after which a window may be written
+        self._leaving: deque[tuple[int, int, Any]] = deque()  # (first, last, event): resident rows on their way
+        self._next_small = 0
+        self._rows: StepRows | None = None
+        self._kept: list[Segment] = []
+        self._number = self._calls = self._flushed = self._seen_rows = self._count = self._base = 0
+        self._large = False
+        self.active = False
+
+    def _on_skip(self, uid: int, chunk: int, reason: str) -> None:
+        self._skips.setdefault(uid, {})[chunk] = reason
+        self._counters[f"query.skipped.{reason}"] += 1
+
+    # ---- the step -----------------------------------------------------------------------------------------------------------------
+
+    def begin(self, step: Step, due: Sequence[tuple[RequestTrack, int]] = ()) -> None:
+        """Send the step's plan to the device: one copy, nothing awaited by the host (unless there is no host memory, and it may wait)."""
+        self._drop_step()
+        table = self._plan.next()
+        blocks, count = self.ledger.plan(step, table)
+        self._number, self._calls, self._flushed, self.active = step.number, 0, 0, False
+        if not count:
+            return
+        if blocks > len(table) or count > self.budget.max_rows:
+            raise Unsupported(
+                f"the step computes {count} rows in {blocks} KV blocks, qcap was set up for {self.budget.max_rows} in {len(table)}: "
+                "the engine's max_num_batched_tokens or max_num_seqs changed"
+            )
+        large = count > self.budget.small_rows
+        rows = self._reserve(step, count, large)
+        if rows is None:
+            self.ledger.give_up(step, "host-full")
+            return
+        self._rows, self._count, self._large = rows, count, large
+        self._base = 0 if large else self._resident_place(count)
+        if self._base:
+            table[:blocks, 3] += self._base
+        self._plan.send(step.number, blocks)
+        self.ledger.open(step, rows)
+        if self._counts is not None:
+            self._counts.zero_()
+            self._announced = table[:blocks, 2] - table[:blocks, 1]
+        self.active = True
+
+    def _reserve(self, step: Step, count: int, large: bool) -> StepRows | None:
+        """Host memory for a step's rows: ``[L, rows, H]`` where layers come one by one, ``[rows, L, H]`` where they come at once."""
+        if not self._arena.waits and self.mover.bytes + count * self._geometry.num_layers * self.budget.row_bytes > self._host_bytes:
+            return None
+        layers, width = self._geometry.num_layers, self._geometry.hidden(CacheKind.QUERY)
+        home = self._arena.take((layers, count, width) if large else (count, layers, width), self.dtype)
+        if home is None:
+            return None
+        stamps = self._arena.take((count,), torch.int64)
+        if stamps is None:
+            self._arena.give(home)
+            return None
+
+        def give_back(rows: StepRows) -> None:
+            after = rows.events[-1] if rows.events else None
+            self._arena.give(home, after)
+            self._arena.give(stamps, after)
+
+        return StepRows(step.number, home.transpose(0, 1) if large else home, stamps, give_back)
+
+    def _resident_place(self, count: int) -> int:
+        """First of ``count`` resident rows that are next in turn; where they are still on their way out, the device will wait."""
+        if self._next_small + count > self.resident.shape[0]:
+            self._next_small = 0
+        first, self._next_small = self._next_small, self._next_small + count
+        if self._cuda:
+            while self._leaving and self._leaving[0][2].query():
+                self._leaving.popleft()
+            overlapping = [event for a, b, event in self._leaving if a < first + count and first < b]
+            if overlapping:
+                torch.cuda.current_stream(self._device).wait_event(overlapping[-1])
+        return first
+
+    def on_layer(self, layer: int, query: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+        """Rows of one layer: ``query`` ``[rows, HQ, D]`` or ``[rows, H]``, any row stride; ``slot_mapping`` int ``[<= rows or more]``.
+
+        While a graph is recorded, no step is active: what is recorded is the way of small steps, which finds nothing planned then.
+        """
+        rows = query.shape[0]
+        large = self._large if self.active else rows > self.budget.small_rows
+        if large and not self.active:
+            return  # a profiling run: too large for any graph
+        slots = self._ring_slots[:rows]
+        if layer == 0:
+            self._seen_rows = rows
+            stamps = self._stamps_large if large else self._stamps_small
+            if large and self._stamps_free is not None:
+                torch.cuda.current_stream(self._device).wait_event(self._stamps_free)
+            n = self._geometry.block_size
+            if self._counts is None:
+                kernels.slot_attribution(slot_mapping[:rows], self._plan.device, n, slots, stamps)
+            else:
+                kernels.slot_attribution(slot_mapping[:rows], self._plan.device, n, slots, stamps, self._counts)
+        elif rows != self._seen_rows:  # fast prefill with shared KV: later layers see fewer rows, and which ones is not ours to guess
+            raise Unsupported(f"layer {layer} has {rows} query rows, layer 0 had {self._seen_rows}")
+        if not rows:
+            self._calls += 1
+            return
+        width = query.numel() // rows
+        if width != self._resident_layers[0].shape[1]:
+            raise Unsupported(f"layer {layer}: rows are {width} wide, expected {self._resident_layers[0].shape[1]} (heads x head size)")
+        if large:
+            self._flush(layer)  # those before it, should nobody have said that they are done
+            turn = layer % len(self.windows)
+            if self._free_at[turn] is not None:
+                torch.cuda.current_stream(self._device).wait_event(self._free_at[turn])
+        kernels.row_scatter(
+            query.reshape(rows, width), slots, self.windows[layer % len(self.windows)] if large else self._resident_layers[layer]
+        )
+        self._calls += 1
+        if large and not self._cuda:
+            self._flush(layer + 1)
+
+    def layer_done(self, layer: int) -> None:
+        """Rows of layers up to ``layer`` may leave, if Python brought them here."""
+        if self._large and self.active and self._calls > layer:
+            self._flush(layer + 1)
+
+    def _flush(self, layers: int) -> None:
+        """Queue the copies of a large step's layers below ``layers``."""
+        rows = self._rows
+        while rows is not None and self._flushed < layers:
+            layer, self._flushed = self._flushed, self._flushed + 1
+            turn = layer % len(self.windows)
+            self._stager.copy_out(self.windows[turn][: self._count], rows.rows[:, layer], keep=True)
+            if self._cuda:
+                self._free_at[turn] = torch.cuda.Event()
+                self._free_at[turn].record(self._stager.copy)
+
+    def commit(self, step_number: int, invalid: Sequence[int]) -> None:
+        """The forward pass has been queued. In a replayed graph, which only a small step can be, no layer called; else all must have."""
+        rows = self._rows
+        if step_number != self._number or rows is None or not self.active:
+            return
+        layers = self._geometry.num_layers
+        if self._calls % layers or (self._large and not self._calls):
+            self._counters["query.steps_incomplete"] += 1
+            self._drop_step()
+            often.error("only %d of %d layers brought queries in step %d: its rows are dropped", self._calls, layers, step_number)
+            self.quiet()
+            return
+        if not self._calls:
+            self._counters["query.steps_replayed"] += 1
+        if self._large:
+            self._flush(layers)
+            self._stager.copy_out(self._stamps_large[: self._count], rows.stamps, keep=True)
+        else:
+            here = slice(self._base, self._base + self._count)
+            self._stager.copy_out(self.resident[here], rows.rows, keep=True)
+            self._stager.copy_out(self._stamps_small[here], rows.stamps, keep=True)
+        self._note_events(rows)
+        if self._cuda and self._large:
+            self._stamps_free = rows.events[-1]
+        elif self._cuda:
+            self._leaving.append((self._base, self._base + self._count, rows.events[-1]))
+        self._kept = self.ledger.commit(invalid)
+        self._check_counts()
+        self.quiet()
+
+    def _note_events(self, rows: StepRows) -> None:
+        if self._cuda:
+            rows.events.append(self._stager.events()[1])
+
+    def _check_counts(self) -> None:
+        if self._counts is not None:
+            missing = int((torch.from_numpy(self._announced) - self._counts[: len(self._announced)].cpu()).abs().sum())
+            if missing:
+                self._counters["query.debug.rows_off"] += missing
+                often.error("step %d: %d rows differ from what was announced", self._number, missing)
+
+    def quiet(self) -> None:
+        """Empty the plan: what runs before the next :meth:`begin` matches no block."""
+        self._plan.quiet()
+        self.active = False
+
+    def end(self) -> None:
+        """What was left over by the step's whole chunks leaves the arena."""
+        rows, kept = self._rows, self._kept
+        self._rows, self._kept = None, []
+        if rows is not None:
+            self.mover.move([segment for segment in kept if segment.source is rows])
+            rows.drop()
+
+    def _drop_step(self) -> None:
+        """A step that was begun and never ended, or whose rows cannot be used."""
+        rows, self._rows = self._rows, None
+        self._kept = []
+        self.ledger.abandon()
+        if rows is not None:
+            if not rows.events:
+                self._note_events(rows)  # copies that were queued may still run
+            rows.drop()
+
+    # ---- chunks -------------------------------------------------------------------------------------------------------------------
+
+    def take(self, track: RequestTrack, final_tokens: int) -> Iterator[tuple[int, Stage]]:
+        """Whole chunks below ``final_tokens``."""
+        for chunk in self.ledger.complete(track.uid, final_tokens):
+            used = False
+
+            def stage(chunk: WholeChunk = chunk) -> Staged:
+                nonlocal used
+                staged = self._stage(chunk)
+                used = True
+                return staged
+
+            try:
+                yield chunk.index, stage
+            finally:
+                self.ledger.release_chunk(track.uid, chunk.index)
+                if not used:
+                    for piece in chunk.pieces:
+                        piece.drop()
+
+    def _stage(self, chunk: WholeChunk) -> Staged:
+        shape = self._geometry.chunk_shape(CacheKind.QUERY)
+        pieces = chunk.pieces
+        sources = [piece.source for piece in pieces if piece.source is not None]
+        events = [event for source in {id(s): s for s in sources}.values() for event in source.events]
+        first = sources[0]
+        if len(pieces) == 1 and first.rows.stride(0) == shape[3]:  # a large step's: the chunk lies in it as it is, layer by layer
+            host = first.rows[pieces[0].row : pieces[0].row + shape[2]].transpose(0, 1).unsqueeze(0)
+            ready = Ready(events, lambda: self._check_rows(pieces))
+        else:
+            with torch.inference_mode(False):
+                host = torch.empty(shape, dtype=self.dtype)
+
+            def assemble() -> None:
+                self._check_rows(pieces)
+                for piece in pieces:
+                    assert piece.source is not None
+                    rows = piece.source.rows[piece.row : piece.row + piece.last - piece.first]
+                    host[0, :, piece.first : piece.last] = rows.transpose(0, 1)
+                drop()
+
+            ready = Ready(events, assemble)
+
+        def drop() -> None:
+            for piece in pieces:
+                piece.drop()
+
+        return Staged(host, ready, drop)
+
+    def _check_rows(self, pieces: Sequence[Segment]) -> None:
+        wrong = 0
+        for piece in pieces:
+            assert piece.source is not None
+            wrong += int((piece.source.stamps[piece.row : piece.row + piece.last - piece.first] != piece.source.step).sum())
+        if wrong:
+            self._counters["query.rows_missing"] += wrong
+            raise RowsMissing(f"{wrong} of {self._geometry.chunk_size} rows of a chunk never reached the ring: it is not published")
+
+    def forget(self, track: RequestTrack, chunk: int) -> None:
+        """The chunk's rows may be taken again, if they come again."""
+        self.ledger.forget_staged(track.uid, chunk)
+
+    def release(self, track: RequestTrack) -> None:
+        """Let go of the request's rows."""
+        self.ledger.release(track.uid)
+        self._skips.pop(track.uid, None)
+
+    def why_missing(self, track: RequestTrack, chunk: int) -> str:
+        """``host-full``, ``prefix-cached`` or ``not-captured``."""
+        reason = self._skips.get(track.uid, {}).get(chunk)
+        if reason:
+            return reason
+        return "prefix-cached" if chunk * self._geometry.chunk_size < track.cached_until else "not-captured"
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self._drop_step()
+        self.ledger.release_all()
+        self.mover.close()

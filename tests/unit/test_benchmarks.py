@@ -1,0 +1,216 @@
+"""The benchmarks' own logic, as far as it needs no GPU: what is registered, what a row shows, and whether the ways that are compared copy
+what they should."""
+
+import ctypes
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks import bench_to_host, cudart, engine, harness, ncu, peer_lmcache  # noqa: E402
+from benchmarks.__main__ import table_of  # noqa: E402
+from qcap import kernels  # noqa: E402
+
+ROW = harness.Row(
+    op="x",
+    shape="y",
+    us_p20=1.0,
+    us_p50=2.0,
+    us_p80=3.0,
+    nbytes=4,
+    gb_s=5.0,
+    share=0.5,
+    share_of_same_copy=None,
+    clock="host",
+    rate="device",
+    host_waits=0,
+    floor_us=None,
+    floor_name="",
+    over_floor_us=None,
+    peer="",
+    peer_us_p20=None,
+    peer_us_p50=None,
+    peer_us_p80=None,
+    peer_host_waits=None,
+    ratio=None,
+    copy_rates={"device": 1.23456789},
+    commit="c",
+    device="d",
+    torch="t",
+    cuda="u",
+    triton="v",
+)
+
+
+def printed(rows, failed=()):
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(table_of(list(rows), list(failed), "title"))
+    return capture.get()
+
+
+def test_every_benchmark_registers_and_its_tests_exist():
+    harness.load_all()
+    files = {path.stem.removeprefix("bench_") for path in (ROOT / "benchmarks").glob("bench_*.py")}
+    assert set(harness.REGISTRY) == files
+    for op, bench in harness.REGISTRY.items():
+        named = [argument for argument in bench.tests if argument.endswith(".py")]
+        assert named and all((ROOT / path).is_file() for path in named), f"{op}: {bench.tests}"
+
+
+def test_a_generator_may_take_the_context():
+    context = harness.Context("lmcache", {"device": 2.0})
+    case = harness.Case("x", "y", lambda: None, 8)
+    assert list(harness.Bench(lambda: iter([case]), ()).of(context)) == [case]
+    (got,) = harness.Bench(lambda ctx: iter([replace(case, peer_name=ctx.vs, floor=ctx.copy_us(8000))]), ()).of(context)
+    assert (got.peer_name, got.floor) == ("lmcache", 4.0)
+
+
+def test_columns_of_what_no_row_has_are_left_out():
+    plain = printed([ROW])
+    assert all(name not in plain for name in ("floor", "host waits", "peer", "same size"))
+    assert "host waits" in printed([replace(ROW, host_waits=2)])
+    full = printed(
+        [
+            ROW,
+            replace(ROW, peer="them 1", peer_us_p50=9.0, peer_host_waits=16, ratio=4.5, floor_us=1.5, floor_name="copy", over_floor_us=0.5),
+        ],
+        ["broken"],
+    )
+    for text in ("4.50x", "them 1", "16", "1.5 copy", "+0.5", "broken", "tests failed"):
+        assert text in full
+
+
+def test_a_row_is_a_line_of_json():
+    line = harness.to_json(ROW)
+    assert "\n" not in line
+    assert json.loads(line)["copy_rates"] == {"device": 1.2346} and json.loads(line)["us_p50"] == 2.0
+
+
+def test_percentiles_of_few_values():
+    assert harness.spread([1.0]) == (1.0, 1.0, 1.0)
+    assert harness.spread([float(i) for i in range(10)]) == (2.0, 5.0, 8.0)
+
+
+def test_ncu_output_is_split_into_cases():
+    metrics = ",".join(f'"{metric}"' for metric in ncu.METRICS)
+    output = "\n".join(
+        [
+            "==PROF== Connected to process 1",
+            "case\t0\t100\tsmall, with a comma",
+            "case\t1\t200\tlarge",
+            "==PROF== Disconnected from process 1",
+            f'"ID","Kernel Name",{metrics}',
+            '"","","byte","byte","ns"',
+            '"0","spin_kernel(long)","0","0","1"',
+            '"1","row_scatter_kernel","1,024","512","2000"',
+            '"2","spin_kernel(long)","0","0","1"',
+            '"3","a","1","2","3"',
+            '"4","b","4","5","6"',
+        ]
+    )
+    cases, launched = ncu.parse(output)
+    assert cases == [(100, "small, with a comma"), (200, "large")]
+    assert [[list(kernel.values()) for kernel in of_case] for of_case in launched] == [[[1024, 512, 2000]], [[1, 2, 3], [4, 5, 6]]]
+
+
+def test_summary_says_how_much_slower_than_off():
+    figures = {("ttft 8 ms", "off"): [100.0, 90.0, 110.0], ("ttft 8 ms", "both"): [103.0], ("decode tok/s", "both"): [99.0]}
+    figures[("decode tok/s", "off")] = [100.0]
+    rows = {(row["measure"], row["config"]): row for row in engine.summary(figures, {"commit": "c"})}
+    assert rows["ttft 8 ms", "both"]["slower_pct"] == pytest.approx(3.0)
+    assert rows["decode tok/s", "both"]["slower_pct"] == pytest.approx(100 / 99 * 100 - 100)
+    assert rows["ttft 8 ms", "off"]["slower_pct"] is None and rows["ttft 8 ms", "off"]["commit"] == "c"
+
+
+class FakeCopies:
+    """What ``cudart.Copies`` does, on host memory."""
+
+    def __init__(self, targets, sources, nbytes, *, to_host):
+        self._pairs, self._nbytes = list(zip(targets.tolist(), sources.tolist(), strict=True)), nbytes
+
+    def one_by_one(self, stream):
+        for target, source in self._pairs:
+            ctypes.memmove(target, source, self._nbytes)
+
+    batch = one_by_one
+
+
+@pytest.fixture(params=["NHD", "K|V"])
+def small(request, monkeypatch):
+    """A small setting in host memory."""
+    layers, heads, size, n, chunk, blocks = 3, 2, 8, 4, 16, 24
+    sizes = {"LAYERS": layers, "HEADS": heads, "SIZE": size, "N": n, "CHUNK": chunk, "BLOCKS": blocks, "TOKENS": 64}
+    for name, value in sizes.items():
+        monkeypatch.setattr(bench_to_host, name, value)
+    monkeypatch.setattr(cudart, "Copies", FakeCopies)
+    monkeypatch.setattr(cudart, "why_no_batches", lambda: "")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    views = []
+    for _ in range(layers):
+        if request.param == "NHD":
+            t = torch.randn(blocks, 2, n, heads, size)
+            views.append([t[:, 0].transpose(1, 2), t[:, 1].transpose(1, 2)])
+        else:
+            t = torch.randn(blocks, heads, n, 2 * size)
+            views.append([t[..., :size], t[..., size:]])
+    host_ids = torch.randperm(blocks)[: 64 // n]
+    shape = (2, layers, chunk, heads * size)
+    ids = list(host_ids.split(chunk // n))
+    objects, slots = [torch.empty(shape) for _ in ids], [torch.empty(shape) for _ in range(2)]
+    return bench_to_host.Setting(request.param, views, kernels.PageTable(views), host_ids, ids, objects, slots, [None, None])
+
+
+def test_all_ways_to_and_from_the_host_copy_the_same(small):
+    to_host, from_host = list(bench_to_host.to_host_ways(small)), list(bench_to_host.from_host_ways(small))
+    assert len(to_host) == len(from_host) == (7 if small.layout == "NHD" else 4)
+    for _, run in to_host:
+        bench_to_host.check_to_host(small, run)
+    for _, run in from_host:
+        bench_to_host.check_from_host(small, run)
+    with pytest.raises(AssertionError):
+        bench_to_host.check_to_host(small, lambda: None)  # poisoned before
+    with pytest.raises(AssertionError):
+        bench_to_host.check_from_host(small, lambda: None)
+
+
+def test_the_peers_inputs_name_the_rows_of_each_request():
+    inputs = peer_lmcache.step_inputs(3, 32, layers=2, hidden=8, tail=5, block_size=4, device="cpu", dtype=torch.float32)
+    assert inputs.slot_mapping.numel() == 3 * 37 and len(inputs.queries) == 2 and inputs.queries[0].shape == (111, 8)
+    assert inputs.slot_mapping.unique().numel() == 111 and int(inputs.slot_mapping.max()) < inputs.kv_blocks * 4
+    seen = torch.cat([inputs.rows_of(request) for request in inputs.requests])
+    assert seen.unique().numel() == 96
+    for request in inputs.requests:
+        slots = inputs.slot_mapping[inputs.rows_of(request)]
+        assert slots.tolist() == [request.block_ids[i // 4] * 4 + i % 4 for i in range(32)]
+    assert inputs.nbytes == 2 * 96 * 2 * 8 * 4
+
+
+def test_without_the_peer_it_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lmcache", None)
+    assert "lmcache" in peer_lmcache.why_missing() and "Install" in peer_lmcache.why_missing()
+    with pytest.raises(ImportError):
+        peer_lmcache.Peer(peer_lmcache.step_inputs(1, 16, layers=1, hidden=4, device="cpu"))
+
+
+def test_the_model_is_a_readable_config(tmp_path):
+    engine.write_model(tmp_path, engine.LLAMA_8B)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert (config["hidden_size"], config["num_key_value_heads"], config["rope_theta"]) == (4096, 8, 5e5)
+
+
+def test_a_profile_names_qcaps_kernels_whatever_their_share():
+    assert {"row_scatter_kernel", "slot_attribution_kernel", "paged_copy_kernel"} <= set(engine.kernel_names())
+    spent = {f"gemm_{i}": [1000.0 + i, 1] for i in range(9)} | {"row_scatter_kernel": [2.0, 32], "Memcpy DtoH (Device -> Pinned)": [1.0, 4]}
+    console = Console(width=160)
+    with console.capture() as capture:
+        engine.show_profile("both", {"prefill 8": spent}, console)
+    said = capture.get()
+    assert "row_scatter_kernel" in said and "DtoH" in said and "gemm_8" in said and "gemm_2" not in said
