@@ -5,6 +5,7 @@ All layers go to memory of their own, as in a resident ring, so that no copy to 
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
 
 import torch
@@ -31,7 +32,7 @@ class Ours:
         self.stamps = torch.zeros(self.rows, dtype=torch.int64, device=device)
         self.plan = PlanBuffer(inputs.kv_blocks, device)
         self.ledger = StreamLedger(n, CHUNK, inputs.kv_blocks, lambda *_: None)
-        requests = [RequestStep(i, r.request_id, "", r.start, r.end, 0, tuple(r.block_ids), True) for i, r in enumerate(inputs.requests)]
+        requests = (RequestStep(i, r.request_id, "", r.start, r.end, 0, array("q", r.block_ids)) for i, r in enumerate(inputs.requests))
         self.step = Step(1, tuple(requests))
 
     def attribute(self) -> None:

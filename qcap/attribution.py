@@ -10,7 +10,7 @@ row was planned but never came, and the chunk is not published.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,7 +30,7 @@ class RequestStep:
         salt: cache salt, "" for none.
         start, end: positions computed in this step, ``[start, end)``.
         first_block: index in the request's block table of ``block_ids[0]``.
-        block_ids: KV block ids from ``first_block`` to the one of position ``end - 1``.
+        block_ids: KV block ids from ``first_block`` to the one of position ``end - 1``; an ``array("q")`` is planned fastest.
         admitted: first step since the request arrived or was resumed after preemption.
         skip: why nothing of this request may be stored ("" if it may): no token ids, multimodal input, LoRA.
     """
@@ -41,7 +41,7 @@ class RequestStep:
     start: int
     end: int
     first_block: int
-    block_ids: tuple[int, ...]
+    block_ids: Sequence[int]
     admitted: bool = False
     skip: str = ""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -43,8 +43,8 @@ class Connector:
         ConfigError: the format does not fit the pages, or a size is negative.
     """
 
-    layerwise: ClassVar[bool] = False  # whether it moves one layer at a time; the engine's check asks this, not the class's name
-    blending: ClassVar[bool] = False
+    layerwise: bool = False  # whether it moves one layer at a time; the engine's check asks this, not the class's name
+    blending: bool = False
 
     def __init__(self, table: PageTable, *, staging_tokens: int = 0, format: LayerFormat | None = None, device_module: Any = None) -> None:
         if staging_tokens < 0:
@@ -54,28 +54,9 @@ class Connector:
         self.format = layer_format(blending=self.blending, mla=table.num_planes == 1) if format is None else format
         if self.format.planes != table.num_planes:
             raise ConfigError(f"{self.format.value} has {self.format.planes} planes, these pages have {table.num_planes}: another format")
-        self.hidden = table.heads * table.head_size
+        self.num_layers, self.num_planes, self.block_size = table.num_layers, table.num_planes, table.block_size  # block_size: 1 in a pool
+        self.hidden, self.dtype = table.heads * table.head_size, table.dtype
         self.streams = Streams(table.device, device_module)
-
-    @property
-    def num_layers(self) -> int:
-        """L."""
-        return self.table.num_layers
-
-    @property
-    def num_planes(self) -> int:
-        """Planes of a layer."""
-        return self.table.num_planes
-
-    @property
-    def block_size(self) -> int:
-        """N; 1 for a token pool."""
-        return self.table.block_size
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the pages and of every object."""
-        return self.table.dtype
 
     @property
     def use_gpu(self) -> bool:

@@ -48,7 +48,7 @@ def _slot_attribution(name: str, slots: str, count: bool) -> Case:
 
 def _row_scatter(name: str, rows: str, ring: str, width: int = 4096, column: Any = 1, not_for: tuple[str, ...] = ()) -> Case:
     types = {"rows_ptr": rows, "ring_slots_ptr": "*i64", "ring_ptr": ring, "num_slots": "i32", "stride_row": "i64", "stride_slot": "i64"}
-    constants: dict[str, Any] = {"H": width, "BLOCK_H": min(triton.next_power_of_2(width), 2048)}
+    constants: dict[str, Any] = {"H": width, "BLOCK_H": min(triton.next_power_of_2(width), 4096)}
     if column == 1:
         constants["stride_col"] = 1
     else:

@@ -53,7 +53,7 @@ _launch = Launch(row_scatter_kernel)
 
 def block_width(width: int) -> int:
     """BLOCK_H for a row of ``width`` elements."""
-    return min(1 << (width - 1).bit_length(), 2048)
+    return min(1 << (width - 1).bit_length(), 4096)
 
 
 def row_scatter(rows: torch.Tensor, ring_slots: torch.Tensor, ring: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -261,7 +262,7 @@ class SchedulerSide:
         followed.computed = max(followed.computed, end)
         n, size = self._block_size, self._config.chunk_size
         first = 0 if admitted else start // size * (size // n)
-        blocks = tuple(followed.block_ids[first : -(-end // n)])
+        blocks = array("q", followed.block_ids[first : -(-end // n)])
         skip = followed.skip or followed.bar
         if not skip and len(blocks) != -(-end // n) - first:
             skip = "block-table-unknown"

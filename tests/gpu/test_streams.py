@@ -98,12 +98,8 @@ class Rig:
         keys = [row_values(token, layer, 0).view(-1, HEADS, D) for layer in range(L)]
         values = [row_values(token, layer, 1).view(-1, HEADS, D) for layer in range(L)]
         block, offset = slots // N, slots % N
-        due = [
-            (self.tracks[uid], index)
-            for uid, s, e in work
-            for index in range(s // CH, e // CH)
-            if index not in self.staged(uid, CacheKind.KV)
-        ]
+        whole = [(uid, index) for uid, s, e in work for index in range(s // CH, e // CH)]
+        due = [(self.tracks[uid], index) for uid, index in whole if index not in self.staged(uid, CacheKind.KV)]
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:

@@ -8,7 +8,6 @@ import uuid
 
 import obstore
 import pytest
-import torch
 from store_makers import SMALL, chunk, equal_bits
 
 from qcap.backends import open_backend

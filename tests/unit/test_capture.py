@@ -708,7 +708,7 @@ MUST_HAPPEN = {  # that a scenario really meets what it is about
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("form", ["streaming", "resident"])
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_simulated_engine(name, form):  # R37 A5 A8 A26 A27 A29 A30 C28 C31 C35 W1-W5 W12: every value, every receipt, nothing held at the end
+def test_simulated_engine(name, form):  # R37 A5 A8 A26 A27 A29 A30 C28 C31 C35 W1-W5 W12: values, receipts, nothing held
     if form == "streaming" and "ring_blocks" in SCENARIOS[name]:
         pytest.skip("about the size of a resident ring")
     streaming = form == "streaming"
