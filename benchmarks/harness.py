@@ -64,6 +64,8 @@ class Case:
         check: runs once, before the timing; raises if ``run`` computes something else.
         peer, peer_name: another implementation on the same tensors; the two take turns.
         repeats: timed runs.
+        together: by the host's clock, runs in a row between two synchronisations, as the steps of an engine follow each other; the figure
+            is for one.
         host_waits: count the waits of one run; False where that means nothing.
     """
 
@@ -79,6 +81,7 @@ class Case:
     peer: Callable[[], Any] | None = None
     peer_name: str = ""
     repeats: int = 40
+    together: int = 1
     host_waits: bool = True
 
 
@@ -152,7 +155,9 @@ def load_all() -> None:
         importlib.import_module(f"benchmarks.{path.stem}")
 
 
-def alternate(runs: Sequence[Callable[[], Any]], *, clock: str = "device", repeats: int = 40, warm_up: int = 5) -> list[list[float]]:
+def alternate(
+    runs: Sequence[Callable[[], Any]], *, clock: str = "device", repeats: int = 40, warm_up: int = 5, together: int = 1
+) -> list[list[float]]:
     """Microseconds of ``repeats`` runs of each of ``runs``, sorted; they take turns, so that both see the same state of the machine.
 
     A sweep before each run empties the caches; by the device's clock it also gives the host time to queue the run, so that launch gaps
@@ -170,9 +175,10 @@ def alternate(runs: Sequence[Callable[[], Any]], *, clock: str = "device", repea
             if clock == "host":
                 torch.cuda.synchronize()
                 begun = time.perf_counter()
-                run()
+                for _ in range(together):
+                    run()
                 torch.cuda.synchronize()
-                mine.append((time.perf_counter() - begun) * 1e6)
+                mine.append((time.perf_counter() - begun) * 1e6 / together)
             else:
                 begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
                 begin.record()
@@ -236,7 +242,7 @@ def measure(case: Case, rates: dict[str, float], at: str) -> Row:
     if case.check is not None:
         case.check()
     runs = [case.run] if case.peer is None else [case.run, case.peer]
-    times = alternate(runs, clock=case.clock, repeats=case.repeats)
+    times = alternate(runs, clock=case.clock, repeats=case.repeats, together=case.together)
     waits = [host_waits(run) for run in runs] if case.host_waits else [None] * len(runs)
     p20, p50, p80 = spread(times[0])
     rate = case.nbytes / p50 / 1e3

@@ -10,6 +10,7 @@ row was planned but never came, and the chunk is not published.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -44,6 +45,35 @@ class RequestStep:
     block_ids: Sequence[int]
     admitted: bool = False
     skip: str = ""
+
+
+@dataclass(frozen=True)
+class FlatStep:
+    """The requests of a step that may be captured and compute something, as flat arrays; made where the step is scheduled.
+
+    Args:
+        start, end: int64 ``[R]``, in the order of the step's requests.
+        block_ids: int64 ``[P]``: the KV blocks that each writes, one request after another.
+    """
+
+    start: np.ndarray
+    end: np.ndarray
+    block_ids: np.ndarray
+
+
+def flatten(requests: Sequence[RequestStep], block_size: int) -> FlatStep:
+    """The flat form of a step's requests."""
+    start, end, blocks = array("q"), array("q"), array("q")
+    for request in requests:
+        begin = request.start
+        if request.end > begin and not request.skip:
+            start.append(begin)
+            end.append(request.end)
+            skip = begin // block_size - request.first_block
+            blocks.extend(request.block_ids[skip:] if skip > 0 else request.block_ids)
+    if not start:
+        return FlatStep(*[np.empty(0, dtype=np.int64)] * 3)
+    return FlatStep(np.frombuffer(start, np.int64), np.frombuffer(end, np.int64), np.frombuffer(blocks, np.int64))
 
 
 @dataclass(frozen=True)
@@ -94,6 +124,7 @@ class Step:
     ``speculative``: the engine drafts tokens, so computed rows may be rejected; rows are final up to the last known token only.
     ``overwritten``: KV blocks that the engine zeroes or copies to before the step begins.
     ``resampled``: requests whose tokens in flight were thrown away and will be sampled anew.
+    ``flat``: of ``requests``, if whoever made the step made it too.
     """
 
     number: int
@@ -105,6 +136,7 @@ class Step:
     speculative: bool = False
     resampled: tuple[int, ...] = ()
     overwritten: tuple[int, ...] = ()
+    flat: FlatStep | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,15 @@ tells the device where each KV block's rows begin. Afterwards each chunk of each
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import numpy as np
 
-from qcap.attribution import RequestStep, Step
+from qcap.attribution import RequestStep, Step, flatten
 from qcap.capture.step_rows import Segment, StepRows, drop_all
+from qcap.errors import Unsupported
 
 
 @dataclass
@@ -68,24 +68,23 @@ class StreamLedger:
         n = self._n
         if step.overwritten or step.loads or step.preempted or step.resampled:
             self._forget(step)
-        wanted = [r for r in step.requests if r.end > r.start and not r.skip]
-        if len(wanted) != len(step.requests):
-            for request in step.requests:
-                if request.skip:
-                    self._owner[list(_written(request, n))] = -1
-        for request in wanted:
-            if request.admitted and request.uid in self._requests:
+        for request in step.requests:
+            if request.skip:
+                self._owner[list(_written(request, n))] = -1
+            elif request.admitted and request.uid in self._requests:
                 self._forget_blocks(request.uid)
-        if not wanted:
+        flat = step.flat or flatten(step.requests, n)
+        start, end, block_ids = flat.start, flat.end, flat.block_ids
+        if not len(start):
             return 0, 0
-        start, end = np.array([r.start for r in wanted]), np.array([r.end for r in wanted])
         within = start % n
         blocks = (end - start + within + (n - 1)) // n
         blocks_end, rows_end = np.cumsum(blocks), np.cumsum(end - start)
-        total, num_rows = int(blocks_end[-1]), int(rows_end[-1])
+        total, num_rows = len(block_ids), int(rows_end[-1])
+        if total != blocks_end[-1]:
+            raise Unsupported(f"the step's requests write {blocks_end[-1]} KV blocks and name {total}")
         if total > len(out):
             return total, num_rows
-        block_ids = _flat([_written(r, n) for r in wanted], total)
         if total > len(self._multiples):
             self._places = np.arange(2 * total, dtype=np.int64)
             self._multiples = self._places * n
@@ -180,15 +179,13 @@ class StreamLedger:
 
     def _note_blocks(self, step: Step) -> None:
         """Whose rows the KV blocks that the step writes stand for."""
-        wanted = [r for r in step.requests if not r.skip and r.end > r.start]
-        parts = [_written(r, self._n) for r in wanted]
-        counts = np.array([len(part) for part in parts])
-        total = int(counts.sum())
-        if total:
-            block_ids = _flat(parts, total)
-            self._owner[block_ids] = np.repeat(np.array([r.uid for r in wanted]), counts)
-            first = np.array([r.start // self._n for r in wanted]) - np.cumsum(counts) + counts
-            self._index[block_ids] = np.arange(total) + np.repeat(first, counts)
+        flat, n = step.flat or flatten(step.requests, self._n), self._n
+        if len(flat.start):
+            uids = np.array([r.uid for r in step.requests if r.end > r.start and not r.skip])
+            first = flat.start // n
+            counts = -(-flat.end // n) - first
+            self._owner[flat.block_ids] = np.repeat(uids, counts)
+            self._index[flat.block_ids] = self._places[: len(flat.block_ids)] + np.repeat(first - np.cumsum(counts) + counts, counts)
 
     def _forget_blocks(self, uid: int) -> None:
         """``uid`` starts over: the KV blocks that it had keep what it computed then, and its rows may become others."""
@@ -269,13 +266,6 @@ def _written(request: RequestStep, block_size: int) -> Sequence[int]:
     """The KV blocks that the step writes for ``request``."""
     skip = request.start // block_size - request.first_block
     return request.block_ids[skip:] if skip > 0 else request.block_ids
-
-
-def _flat(parts: Sequence[Sequence[int]], total: int) -> np.ndarray:
-    """int64 ``[total]``: all of ``parts``, one after another."""
-    if all(isinstance(part, array) for part in parts):
-        return np.frombuffer(b"".join(parts), dtype=np.int64)  # type: ignore[arg-type]  # several times faster than number by number
-    return np.fromiter(chain.from_iterable(parts), np.int64, total)
 
 
 def _cover(segments: list[Segment], first: int, last: int) -> list[Segment] | None:

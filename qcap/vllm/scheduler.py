@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from qcap.attribution import FinishedRequest, LoadRequest, RequestStep, Step, TokenUpdate
+from qcap.attribution import FinishedRequest, LoadRequest, RequestStep, Step, TokenUpdate, flatten
 from qcap.config import CaptureConfig
 from qcap.errors import QcapError, TokenError
 from qcap.kinds import CacheKind
@@ -251,6 +251,7 @@ class SchedulerSide:
             speculative=self._speculative,
             resampled=tuple(resampled),
             overwritten=_overwritten(output),
+            flat=flatten(requests, self._block_size) if self._config.query else None,
         )
 
     def _plan(
