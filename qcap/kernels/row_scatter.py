@@ -44,8 +44,8 @@ def row_scatter_kernel(
     column = tl.program_id(1).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     values = tl.load(rows_ptr + row * stride_row + column * stride_col, mask=column < H)  # under way while the slot is looked up
     slot = tl.load(ring_slots_ptr + row)
-    kept = (slot >= 0) & (slot < num_slots)
-    tl.store(ring_ptr + slot * stride_slot + column, values.to(ring_ptr.dtype.element_ty), mask=kept & (column < H))
+    if (slot >= 0) & (slot < num_slots):
+        tl.store(ring_ptr + slot * stride_slot + column, values.to(ring_ptr.dtype.element_ty), mask=column < H)
 
 
 _launch = Launch(row_scatter_kernel)
