@@ -13,6 +13,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,8 +22,7 @@ from qcap.errors import ConfigError
 from qcap.ring import QRingBuffer
 
 
-@dataclass(frozen=True)
-class RequestStep:
+class RequestStep(NamedTuple):  # hundreds are made a step: a dataclass costs several times as much
     """What one request does in one step.
 
     Args:
@@ -76,8 +76,7 @@ def flatten(requests: Sequence[RequestStep], block_size: int) -> FlatStep:
     return FlatStep(np.frombuffer(start, np.int64), np.frombuffer(end, np.int64), np.frombuffer(blocks, np.int64))
 
 
-@dataclass(frozen=True)
-class TokenUpdate:
+class TokenUpdate(NamedTuple):
     """Token ids that became known: ``ids`` are those of positions ``offset, offset + 1, ...`` of request ``uid``."""
 
     uid: int

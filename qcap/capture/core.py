@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -72,6 +73,7 @@ class Capture:
         self._lock = threading.RLock()  # steps and ends; may be held while the store makes the engine wait
         self._book = threading.Lock()  # what the writer's thread notes; never held while calling the store
         self._absent: set[tuple[int, CacheKind, int]] = set()  # (uid, kind, chunk): asked for in this step, and not in the store
+        self._behind: set[int] = set()  # requests of steps that never ended, until they have another one
         self._off: set[str] = set()
         self._told: set[str] = set()
         self._tainted: set[int] = set()  # KV blocks that hold what was computed on a failed load, until they are computed anew
@@ -110,6 +112,8 @@ class Capture:
     def begin_step(self, step: Step) -> None:
         """Before the forward pass: token ids that became known, requests that ended, the plan of this step."""
         with self._lock:
+            if self._step is not None:  # it was begun and never ended: what it completed has not been looked at
+                self._behind.update(request.uid for request in self._step.requests)
             self._step, self._invalid, self._speculative = step, set(), step.speculative
             gone = set(step.overwritten)
             for uid in (*(done.uid for done in step.finished), *step.preempted) if gone else ():
@@ -127,15 +131,15 @@ class Capture:
                 if uid in self._tracks:
                     if step.speculative:  # its pages are still what they were: the forward pass that may write over them comes after
                         self._collect(self._tracks[uid], min(self._tracks[uid].end, len(self._tracks[uid].tokens) - 1))
-                    self._tracks[uid].block_ids.clear()
+                    del self._tracks[uid].block_ids[:]
             for uid in step.resampled:
                 if uid in self._tracks:
                     self._drop_waiting(self._tracks[uid], "token-ids-changed", again=True)
             for request in step.requests:
-                track = self._tracks[request.uid]
-                track.barred = track.barred or request.skip
-                del track.block_ids[request.first_block :]
-                track.block_ids.extend(request.block_ids)
+                track, blocks = self._tracks[request.uid], request.block_ids
+                if request.skip:
+                    track.barred = track.barred or request.skip
+                track.block_ids[request.first_block :] = blocks if type(blocks) is array else array("q", blocks)
                 track.end = request.end
                 if request.admitted:
                     track.cached_until = max(track.cached_until, request.start)
@@ -218,10 +222,14 @@ class Capture:
                 with self.guard("closing a step", feature):
                     feature.commit(step.number, sorted(self._invalid))
             if not step.speculative:
+                size = self.geometry.chunk_size
                 for request in step.requests:
-                    track = self._tracks.get(request.uid)
-                    if track is not None:  # else it ended between its step and this
-                        self._collect(track, request.end)
+                    # Only a step that passes a chunk's end can make it whole, or the first one after admission, for what others computed.
+                    if request.end // size != request.start // size or request.admitted or self._behind:
+                        track = self._tracks.get(request.uid)
+                        if track is not None:  # else it ended between its step and this
+                            self._collect(track, request.end)
+                self._behind.difference_update(request.uid for request in step.requests)
             for feature in list(self.features):
                 with self.guard("closing a step", feature):
                     feature.end()
@@ -325,15 +333,17 @@ class Capture:
         track = self._tracks.get(uid)
         if track is None:
             return
-        if offset > len(track.tokens):
+        known = len(track.tokens)
+        if offset > known:
             track.barred = track.barred or "token-ids-unknown"
             return
-        if list(track.tokens[offset : offset + len(ids)]) != list(ids[: len(track.tokens) - offset]):
+        if offset < known and list(track.tokens[offset : offset + len(ids)]) != list(ids[: known - offset]):
             track.barred = track.barred or "token-ids-changed"
             return
-        track.tokens.extend(ids[len(track.tokens) - offset :])
-        if len(track.tokens) // self.geometry.chunk_size > len(track.chunks):
-            track.chunks = self._database.extend(track.chunks, track.tokens)
+        track.tokens.extend(ids[known - offset :])
+        if len(track.tokens) // self.geometry.chunk_size <= len(track.chunks):
+            return
+        track.chunks = self._database.extend(track.chunks, track.tokens)
         for kind, waiting in track.waiting.items():
             for index in [i for i in waiting if i < len(track.chunks)]:
                 staged = waiting.pop(index)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -21,7 +22,7 @@ class RequestTrack:
     salt: str
     tokens: list[int] = field(default_factory=list)
     chunks: list[TokenChunk] = field(default_factory=list)
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: array[int] = field(default_factory=lambda: array("q"))
     end: int = 0  # of the last step
     cached_until: int = 0  # positions that were in the engine's cache when the request was admitted (the most, if more than once)
     barred: str = ""  # why nothing of this request may be stored

@@ -94,10 +94,10 @@ class KVFeature:
     def _per_chunk(self) -> int:
         return self._geometry.chunk_size // self._geometry.block_size
 
-    def _blocks(self, track: RequestTrack, index: int) -> list[int]:
+    def _blocks(self, track: RequestTrack, index: int) -> Sequence[int]:
         return track.block_ids[index * self._per_chunk : (index + 1) * self._per_chunk]
 
-    def _stage(self, uid: int, index: int, blocks: list[int]) -> Staged | None:
+    def _stage(self, uid: int, index: int, blocks: Sequence[int]) -> Staged | None:
         place = self._early.pop((uid, index), None)
         job = self._job
         if place is not None and job is not None:

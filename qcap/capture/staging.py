@@ -76,8 +76,7 @@ class HostArena:
                 self._sweep()
                 offset = self._fit(size)
                 if offset is not None:
-                    with torch.inference_mode(False):
-                        piece = self._block[offset : offset + nbytes].view(dtype).view(shape)
+                    piece = self._block[offset : offset + nbytes].view(dtype).view(shape)  # no inference tensor, as the block is none
                     self._lend(piece, (offset, size))
                     return piece
                 alone = size > self.nbytes and not self._lent

@@ -5,15 +5,21 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from qcap.capture.staging import HostArena
 
 logger = logging.getLogger("qcap.capture")
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+SPARE_BYTES = 256 << 20
+"""Memory of steps that were done with is kept for the next ones, up to so much: fresh pages cost as much as the copy."""
 
 
 class StepRows:
@@ -21,9 +27,9 @@ class StepRows:
 
     Args:
         step: its number; each row's stamp must be this.
-        rows: ``[rows, L, H]``, any strides, on the host.
+        rows: ``[rows, L, H]``, any strides but a contiguous last dim, on the host.
         stamps: int64 ``[rows]``: what the device wrote where it put each row.
-        give_back: called with the events when nobody needs them any more.
+        give_back: called with them when nobody needs them any more.
 
     Attributes:
         events: device events after which ``rows`` and ``stamps`` are there.
@@ -35,6 +41,10 @@ class StepRows:
         self._give_back = give_back
         self._lock = threading.Lock()
         self._holders = 1
+
+    def bits(self) -> np.ndarray:
+        """The rows as integers of their size. NumPy copies on one thread, and lets other threads run meanwhile."""
+        return self.rows.view(_BITS[self.rows.element_size()]).numpy()
 
     def hold(self) -> StepRows:
         """One more needs them."""
@@ -51,40 +61,105 @@ class StepRows:
         self._give_back(self)
 
 
-_sources = threading.Lock()
-"""A segment's source is read and changed under it: the mover changes it while the engine's thread drops or takes it."""
+class Place(NamedTuple):
+    """Where a step's rows lie: request i's positions ``[start[i], end[i])`` are the rows of ``source`` from ``row[i]`` on."""
+
+    source: StepRows
+    start: list[int]
+    end: list[int]
+    row: list[int]
 
 
-@dataclass(eq=False)
-class Segment:
-    """Rows ``[first, last)`` of a chunk: those from ``row`` on of ``source``, or a hole (None: computed on bad data). Holds its source."""
+_places = threading.Lock()
+"""A record's place is read and changed under it: the mover changes it while the engine's thread reads it or lets it go."""
 
-    first: int
-    last: int
-    source: StepRows | None
+
+class StepRecord:
+    """What one step brought, by request. Held by every chunk of a request that has rows in it and is not whole.
+
+    Args:
+        uids: of the requests, in the order of ``place``.
+        bad: those whose rows were computed on bad data.
+    """
+
+    __slots__ = ("bad", "index", "place", "refs", "shared")
+
+    def __init__(self, uids: Sequence[int], place: Place, bad: frozenset[int]) -> None:
+        self.index = dict(zip(uids, range(len(uids)), strict=True))
+        self.place: Place | None = place
+        self.bad = bad
+        self.refs = 0
+        self.shared: list[tuple[int, int, int]] = []  # (uid, first, last): rows that another request's chunk took
+
+    def release(self, count: int = 1) -> None:
+        """``count`` chunks less need it. Called by the engine's thread alone."""
+        self.refs -= count
+        if self.refs == 0:
+            with _places:
+                place, self.place = self.place, None
+            if place is not None:
+                place.source.drop()
+
+    def span(self, uid: int) -> tuple[int, int]:
+        """The positions ``[start, end)`` that request ``uid`` has in it."""
+        place, i = self.place, self.index[uid]
+        assert place is not None
+        return place.start[i], place.end[i]
+
+    def piece(self, uid: int, first: int, last: int, at: int) -> Piece:
+        """Rows of positions ``[first, last)``, held, to be put at row ``at`` of a chunk."""
+        with _places:
+            place = self.place
+            assert place is not None
+            i = self.index[uid]
+            return Piece(place.source.hold(), place.row[i] + first - place.start[i], last - first, at)
+
+    def move(self, place: Place) -> None:
+        """Its rows lie in ``place`` now, which is held for it; nothing happens if it has been let go."""
+        with _places:
+            old, alive = self.place, self.place is not None
+            if alive:
+                self.place = place
+        (old.source if alive and old is not None else place.source).drop()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """``count`` rows from ``row`` on of ``source``, which is held, for rows ``at`` on of a chunk."""
+
+    source: StepRows
     row: int
-
-    def part(self, first: int, last: int) -> Segment:
-        """Rows ``[first, last)`` of it, held anew."""
-        with _sources:
-            source = None if self.source is None else self.source.hold()
-            return Segment(first, last, source, self.row + first - self.first)
-
-    def replace(self, source: StepRows, row: int) -> None:
-        """The same rows lie elsewhere now. Nothing happens if it has been dropped."""
-        with _sources:
-            old = self.source
-            if old is not None:
-                self.source, self.row = source.hold(), row
-        if old is not None:
-            old.drop()
+    count: int
+    at: int
 
     def drop(self) -> None:
         """No longer needed."""
-        with _sources:
-            source, self.source = self.source, None
-        if source is not None:
-            source.drop()
+        self.source.drop()
+
+
+def wrong_stamps(pieces: Sequence[Piece]) -> int:
+    """How many rows never came."""
+    return sum(int((p.source.stamps.numpy()[p.row : p.row + p.count] != p.source.step).sum()) for p in pieces)
+
+
+def assemble(pieces: Sequence[Piece], chunk: torch.Tensor) -> None:
+    """Write the pieces, which cover it, to ``chunk`` ``[1, L, CH, H]``."""
+    out = chunk[0].view(_BITS[chunk.element_size()]).numpy().transpose(1, 0, 2)  # [CH, L, H]
+    parts = [p.source.bits()[p.row : p.row + p.count] for p in pieces]
+    if len(parts) < 16:
+        for piece, part in zip(pieces, parts, strict=True):
+            np.copyto(out[piece.at : piece.at + piece.count], part)
+    else:  # many rows of one step each: few calls, in which other threads run
+        np.copyto(out, np.concatenate(parts))
+
+
+@dataclass(frozen=True)
+class Keep:
+    """What of a record's rows is still needed: request ``index``'s positions ``[first, last)``."""
+
+    index: int
+    first: int
+    last: int
 
 
 class Mover:
@@ -98,24 +173,23 @@ class Mover:
     """
 
     def __init__(self, arena: HostArena) -> None:
-        self._jobs: queue.SimpleQueue[list[Segment] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[StepRecord, StepRows, list[Keep] | None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._pending = 0
         self._thread: threading.Thread | None = None
+        self._spare: dict[tuple[tuple[int, ...], torch.dtype], list[torch.Tensor]] = defaultdict(list)
+        self._spare_bytes = 0
         self.bytes = self.high_water = 0  # in ordinary memory now, and at most
         arena.watch(lambda: self._pending > 0)
 
-    def move(self, segments: Sequence[Segment]) -> None:
-        """Move these segments' rows; returns at once. All have one source."""
-        held = [segment.part(segment.first, segment.last) for segment in segments]  # what is copied must not go away meanwhile
-        if not held:
-            return
+    def move(self, record: StepRecord, source: StepRows, keep: list[Keep] | None) -> None:
+        """Move these rows of ``record`` (None: all), which lie in ``source``; returns at once."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="qcap-rows", daemon=True)
             self._thread.start()
         with self._lock:
             self._pending += 1
-        self._jobs.put([*segments, *held])
+        self._jobs.put((record, source.hold(), keep))
 
     def close(self) -> None:
         """Finish what is queued and end the thread."""
@@ -123,53 +197,67 @@ class Mover:
             self._jobs.put(None)
             self._thread.join()
             self._thread = None
+        with self._lock:
+            self._spare.clear()
+            self._spare_bytes = 0
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            half = len(job) // 2
-            segments, held = job[:half], job[half:]
+            record, source, keep = job
             try:
-                self._move(segments, held)
+                if record.place is not None:
+                    self._move(record, source, keep)
             except Exception:  # the rows stay where they are
                 logger.exception("qcap: rows could not be moved out of the arena")
             finally:
-                for segment in held:
-                    segment.drop()
+                source.drop()
                 with self._lock:
                     self._pending -= 1
-            del job, segments, held
+            del job, record, source
 
-    def _move(self, segments: list[Segment], held: list[Segment]) -> None:
-        source = held[0].source
-        assert source is not None
+    def _move(self, record: StepRecord, source: StepRows, keep: list[Keep] | None) -> None:
         for event in source.events:
             event.synchronize()
-        count = sum(segment.last - segment.first for segment in held)
-        if 2 * count >= source.rows.shape[0]:  # one large copy rather than one for each request
-            whole = self._new(source, 0, source.rows.shape[0])
-            places = [(whole, segment.row) for segment in held]
-        else:
-            places = [(self._new(source, segment.row, segment.last - segment.first), 0) for segment in held]
-        for segment, (rows, row) in zip(segments, places, strict=True):
-            segment.replace(rows, row)
-        for rows in {id(rows): rows for rows, _ in places}.values():
-            rows.drop()  # our own hold, from its birth
+        place = record.place
+        if place is None or place.source is not source:
+            return
+        if keep is None or 2 * sum(k.last - k.first for k in keep) >= source.rows.shape[0]:  # one large copy, not one for each request
+            record.move(Place(self._copy(source, [(0, source.rows.shape[0])]), place.start, place.end, place.row))
+            return
+        start, end, row, spans, at = [0] * len(place.start), [0] * len(place.end), [0] * len(place.row), [], 0
+        for k in keep:
+            spans.append((place.row[k.index] + k.first - place.start[k.index], k.last - k.first))
+            start[k.index], end[k.index], row[k.index] = k.first, k.last, at
+            at += k.last - k.first
+        record.move(Place(self._copy(source, spans), start, end, row))
 
-    def _new(self, source: StepRows, row: int, count: int) -> StepRows:
+    def _copy(self, source: StepRows, spans: Sequence[tuple[int, int]]) -> StepRows:
+        """New rows: those of ``spans`` (first row, count), one after another."""
+        count = sum(n for _, n in spans)
+        shape, dtype = (count, *source.rows.shape[1:]), source.rows.dtype
+        with self._lock:
+            spare = self._spare[shape, dtype]
+            rows = spare.pop() if spare else None
+            if rows is not None:
+                self._spare_bytes -= rows.nbytes
         with torch.inference_mode(False):
-            rows = source.rows[row : row + count].clone(memory_format=torch.contiguous_format)
-            stamps = source.stamps[row : row + count].clone()
+            rows = torch.empty(shape, dtype=dtype) if rows is None else rows
+            stamps = torch.empty(count, dtype=torch.int64)
+        moved = StepRows(source.step, rows, stamps, self._gone)
+        bits, theirs, at = moved.bits(), source.bits(), 0
+        for first, n in spans:
+            np.copyto(bits[at : at + n], theirs[first : first + n])
+            np.copyto(stamps.numpy()[at : at + n], source.stamps.numpy()[first : first + n])
+            at += n
         with self._lock:
             self.bytes += rows.nbytes
             self.high_water = max(self.high_water, self.bytes)
-        return StepRows(source.step, rows, stamps, self._gone)
+        return moved
 
-    def _gone(self, rows: StepRows) -> None:
+    def _gone(self, moved: StepRows) -> None:
+        rows = moved.rows
         with self._lock:
-            self.bytes -= rows.rows.nbytes
-
-
-def drop_all(segments: Iterable[Segment]) -> None:
-    """Drop each."""
-    for segment in segments:
-        segment.drop()
+            self.bytes -= rows.nbytes
+            if self._thread is not None and self._spare_bytes + rows.nbytes <= SPARE_BYTES:
+                self._spare[tuple(rows.shape), rows.dtype].append(rows)
+                self._spare_bytes += rows.nbytes

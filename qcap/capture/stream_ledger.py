@@ -1,7 +1,8 @@
 """Which row of which step is which token's: the books of the streaming ring.
 
 Nothing here is a buffer. A step's rows lie one after another, request by request, in the order in which the scheduler named them; the plan
-tells the device where each KV block's rows begin. Afterwards each chunk of each request is a list of segments, later ones over earlier.
+tells the device where each KV block's rows begin. Afterwards each chunk of each request is a list of the steps that brought rows of it,
+later ones over earlier. A step costs a few list operations a request; rows are looked up when a chunk is whole.
 """
 
 from __future__ import annotations
@@ -12,16 +13,26 @@ from itertools import pairwise
 
 import numpy as np
 
-from qcap.attribution import RequestStep, Step, flatten
-from qcap.capture.step_rows import Segment, StepRows, drop_all
+from qcap.attribution import FlatStep, RequestStep, Step, flatten
+from qcap.capture.step_rows import Keep, Piece, Place, StepRecord, StepRows
 from qcap.errors import Unsupported
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Rows of positions ``[first, last)`` that request ``owner`` computed; in another's chunk, it holds ``record``."""
+
+    record: StepRecord
+    owner: int
+    first: int
+    last: int
 
 
 @dataclass
 class _Rows:
-    """What is known of one request: segments by chunk, and chunks that have been staged or given up."""
+    """What is known of one request: who brought rows, by chunk, and chunks that have been staged or given up."""
 
-    chunks: dict[int, list[Segment]] = field(default_factory=dict)
+    chunks: dict[int, list[StepRecord | Shared]] = field(default_factory=dict)
     staged: set[int] = field(default_factory=set)
 
 
@@ -30,7 +41,7 @@ class WholeChunk:
     """A chunk whose every row is there: ``pieces`` cover ``[0, CH)`` in order, each held."""
 
     index: int
-    pieces: tuple[Segment, ...]
+    pieces: tuple[Piece, ...]
 
 
 class StreamLedger:
@@ -47,9 +58,10 @@ class StreamLedger:
         self._requests: dict[int, _Rows] = {}
         self._owner = np.full(num_kv_blocks, -1, dtype=np.int64)  # KV block -> uid whose rows it stands for
         self._index = np.zeros(num_kv_blocks, dtype=np.int64)  # and its place in that request's block table
+        self._flat = FlatStep(*[np.empty(0, dtype=np.int64)] * 3)  # of the step that was planned last
         self._places = self._multiples = np.arange(0, dtype=np.int64)  # 0, 1, 2, ... and 0, N, 2 N, ...
-        self._open: tuple[Step, StepRows] | None = None  # the step that is running, and where its rows will be
-        self._shared: list[tuple[int, int, int, int]] = []  # (uid, block, owner's uid, its block): to be looked up when it has run
+        self._open: tuple[Step, FlatStep, StepRows] | None = None  # the step that is running, and where its rows will be
+        self._shared: list[tuple[int, int, int]] = []  # (uid, block, owner's uid): to be looked up when it has run
 
     # ---- one step -----------------------------------------------------------------------------------------------------------------
 
@@ -73,7 +85,7 @@ class StreamLedger:
                 self._owner[list(_written(request, n))] = -1
             elif request.admitted and request.uid in self._requests:
                 self._forget_blocks(request.uid)
-        flat = step.flat or flatten(step.requests, n)
+        flat = self._flat = step.flat or flatten(step.requests, n)
         start, end, block_ids = flat.start, flat.end, flat.block_ids
         if not len(start):
             return 0, 0
@@ -103,12 +115,14 @@ class StreamLedger:
 
     def open(self, step: Step, source: StepRows) -> None:
         """The planned step runs, and its rows will be in ``source``."""
-        self._open = step, source.hold()
+        self._open = step, self._flat, source.hold()
+        requests, admitted = self._requests, False
         for request in step.requests:
-            if request.uid not in self._requests and not request.skip and request.end > request.start:
-                self._requests[request.uid] = _Rows()
-        if any(request.admitted and request.start and not request.skip for request in step.requests):
-            self._note_blocks(step)
+            if request.uid not in requests and not request.skip and request.end > request.start:
+                requests[request.uid] = _Rows()
+            admitted = admitted or request.admitted
+        if admitted and any(r.admitted and r.start and not r.skip for r in step.requests):
+            self._note_blocks(step, self._flat)
             for request in step.requests:
                 if request.admitted and request.start and not request.skip:
                     self._note_shared(request)
@@ -124,47 +138,62 @@ class StreamLedger:
                         rows.staged.add(chunk)
                         self._on_skip(request.uid, chunk, reason)
 
-    def commit(self, invalid: Iterable[int] = ()) -> list[Segment]:
+    def commit(self, invalid: Iterable[int] = ()) -> StepRecord | None:
         """The step's rows have been written. Rows of ``invalid`` requests were computed on bad data: they count as not there.
 
         Returns:
-            The step's segments that count.
+            What it brought, None if nobody needs it.
         """
-        return self._close_step(set(invalid))
+        return self._close_step(frozenset(invalid))
 
-    def _close_step(self, bad: set[int]) -> list[Segment]:
+    def _close_step(self, bad: frozenset[int]) -> StepRecord | None:
         if self._open is None:
-            return []
-        (step, source), self._open = self._open, None
-        kept, size, row = [], self._size, 0
-        for request in step.requests:
-            if request.skip or request.end <= request.start:
-                continue
-            rows = self._requests.get(request.uid)
+            return None
+        (step, flat, source), self._open = self._open, None
+        uids = [r.uid for r in step.requests if r.end > r.start and not r.skip]
+        counts = flat.end - flat.start
+        start, end, row = flat.start.tolist(), flat.end.tolist(), (np.cumsum(counts) - counts).tolist()
+        record = StepRecord(uids, Place(source, start, end, row), bad)
+        requests, size, refs = self._requests, self._size, 0
+        for uid, begin, until in zip(uids, start, end, strict=True):
+            rows = requests.get(uid)
             if rows is None:  # it ended between the step and this
-                row += request.end - request.start
                 continue
-            position, end, good = request.start, request.end, request.uid not in bad
-            while position < end:
-                chunk = position // size
-                begin, last = chunk * size, min(end, (chunk + 1) * size)
+            for chunk in range(begin // size, (until - 1) // size + 1):
                 if chunk not in rows.staged:
-                    segment = Segment(position - begin, last - begin, source.hold() if good else None, row)
-                    rows.chunks.setdefault(chunk, []).append(segment)
-                    if good:
-                        kept.append(segment)
-                row += last - position
-                position = last
-        source.drop()
-        self._note_blocks(step)
+                    known = rows.chunks.get(chunk)
+                    if known is None:
+                        rows.chunks[chunk] = [record]
+                    else:
+                        known.append(record)
+                    refs += 1
+        record.refs = refs + 1  # our own, until the end of this
+        self._note_blocks(step, flat)
         self._attach_shared()
-        return kept
+        record.release()
+        return record if record.refs else None
+
+    def needed(self, record: StepRecord) -> list[Keep]:
+        """What of a step's rows is needed still."""
+        keep, place, size = [], record.place, self._size
+        if place is None:
+            return []
+        for uid, i in record.index.items():
+            rows, begin, until = self._requests.get(uid), place.start[i], place.end[i]
+            spans = [(first, last) for owner, first, last in record.shared if owner == uid]
+            if rows is not None:
+                for chunk in range(begin // size, (until - 1) // size + 1):
+                    if record in rows.chunks.get(chunk, ()):
+                        spans.append((chunk * size, (chunk + 1) * size))
+            if spans:
+                keep.append(Keep(i, max(begin, min(spans)[0]), min(until, max(last for _, last in spans))))
+        return keep
 
     def abandon(self) -> None:
         """The step will not be finished: whatever its rows were, they do not count, nor does what they were computed over."""
         if self._open is not None:
             self._shared = []
-            self._close_step({request.uid for request in self._open[0].requests})
+            self._close_step(frozenset(request.uid for request in self._open[0].requests))
 
     # ---- blocks that two requests share -------------------------------------------------------------------------------------------
 
@@ -177,10 +206,10 @@ class StreamLedger:
         for uid in (*step.preempted, *step.resampled):
             self._forget_blocks(uid)
 
-    def _note_blocks(self, step: Step) -> None:
+    def _note_blocks(self, step: Step, flat: FlatStep) -> None:
         """Whose rows the KV blocks that the step writes stand for."""
-        flat, n = step.flat or flatten(step.requests, self._n), self._n
         if len(flat.start):
+            n = self._n
             uids = np.array([r.uid for r in step.requests if r.end > r.start and not r.skip])
             first = flat.start // n
             counts = -(-flat.end // n) - first
@@ -197,23 +226,24 @@ class StreamLedger:
         for index in range(first, request.start // self._n):
             block = request.block_ids[index - request.first_block]
             owner = int(self._owner[block])
-            if owner >= 0 and owner != request.uid:
-                self._shared.append((request.uid, index, owner, int(self._index[block])))
+            if owner >= 0 and owner != request.uid and int(self._index[block]) == index:  # a prefix lies at the same place in both
+                self._shared.append((request.uid, index, owner))
 
     def _attach_shared(self) -> None:
         shared, self._shared = self._shared, []
-        per_chunk = self._size // self._n
-        for uid, index, owner, theirs in shared:
+        for uid, index, owner in shared:
+            first, last = index * self._n, (index + 1) * self._n
+            chunk = first // self._size
             mine, other = self._requests.get(uid), self._requests.get(owner)
-            if mine is None or other is None or index // per_chunk in mine.staged:
+            if mine is None or other is None or chunk in mine.staged:
                 continue
-            if index != theirs:
-                continue  # a prefix lies at the same place in both
-            begin = index % per_chunk * self._n
-            pieces = _cover(other.chunks.get(index // per_chunk, []), begin, begin + self._n)
-            if pieces is not None:
-                target = mine.chunks.setdefault(index // per_chunk, [])
-                target[:0] = pieces  # before rows of its own, which count more
+            found = _cover(other.chunks.get(chunk, []), owner, first, last)
+            if found is not None:
+                ours = [Shared(record, whose, a, b) for record, whose, a, b in found]
+                for piece in ours:
+                    piece.record.refs += 1
+                    piece.record.shared.append((piece.owner, piece.first, piece.last))
+                mine.chunks.setdefault(chunk, [])[:0] = ours  # before rows of its own, which count more
 
     # ---- chunks -------------------------------------------------------------------------------------------------------------------
 
@@ -222,20 +252,21 @@ class StreamLedger:
         rows = self._requests.get(uid)
         if rows is None:
             return []
-        found = []
+        found, size = [], self._size
         for chunk in sorted(rows.chunks):
-            if (chunk + 1) * self._size <= final_tokens and chunk not in rows.staged:
-                pieces = _cover(rows.chunks[chunk], 0, self._size)
-                if pieces is not None:
+            begin = chunk * size
+            if begin + size <= final_tokens and chunk not in rows.staged:
+                cover = _cover(rows.chunks[chunk], uid, begin, begin + size)
+                if cover is not None:
                     rows.staged.add(chunk)
-                    found.append(WholeChunk(chunk, tuple(pieces)))
+                    found.append(WholeChunk(chunk, tuple(record.piece(whose, a, b, a - begin) for record, whose, a, b in cover)))
         return found
 
     def release_chunk(self, uid: int, chunk: int) -> None:
         """Let go of what ``uid`` holds of ``chunk``."""
         rows = self._requests.get(uid)
         if rows is not None:
-            drop_all(rows.chunks.pop(chunk, ()))
+            _release(rows.chunks.pop(chunk, ()))
 
     def forget_staged(self, uid: int, chunk: int) -> None:
         """``chunk`` was taken but could not be used: it may be taken again, if its rows come again."""
@@ -247,19 +278,14 @@ class StreamLedger:
         """Let go of everything ``uid`` holds: it finished, was aborted, or failed."""
         rows = self._requests.pop(uid, None)
         if rows is not None:
-            for segments in rows.chunks.values():
-                drop_all(segments)
+            for entries in rows.chunks.values():
+                _release(entries)
 
     def release_all(self) -> None:
         """Let go of everything."""
         self.abandon()
         for uid in list(self._requests):
             self.release(uid)
-
-    def any_rows(self, uid: int, chunk: int) -> bool:
-        """Whether some row of ``chunk`` of ``uid`` is there."""
-        rows = self._requests.get(uid)
-        return rows is not None and any(segment.source is not None for segment in rows.chunks.get(chunk, ()))
 
 
 def _written(request: RequestStep, block_size: int) -> Sequence[int]:
@@ -268,14 +294,25 @@ def _written(request: RequestStep, block_size: int) -> Sequence[int]:
     return request.block_ids[skip:] if skip > 0 else request.block_ids
 
 
-def _cover(segments: list[Segment], first: int, last: int) -> list[Segment] | None:
-    """Held pieces that cover ``[first, last)`` in order, later segments over earlier ones; None if a row is missing or bad."""
-    if len(segments) == 1 and segments[0].first <= first and segments[0].last >= last:
-        return None if segments[0].source is None else [segments[0].part(first, last)]
+def _release(entries: Iterable[StepRecord | Shared]) -> None:
+    for entry in entries:
+        (entry.record if isinstance(entry, Shared) else entry).release()
+
+
+def _cover(entries: Sequence[StepRecord | Shared], uid: int, first: int, last: int) -> list[tuple[StepRecord, int, int, int]] | None:
+    """(record, whose, begin, end) pieces that cover positions ``[first, last)`` in order, later entries over earlier ones; None if a row
+    is missing or bad."""
     of = np.full(last - first, -1, dtype=np.int64)
-    for number, segment in enumerate(segments):
-        of[max(segment.first - first, 0) : max(segment.last - first, 0)] = number if segment.source is not None else -1
+    whose: list[tuple[StepRecord, int]] = []
+    for number, entry in enumerate(entries):
+        if isinstance(entry, Shared):
+            record, owner, begin, end = entry.record, entry.owner, entry.first, entry.last
+        else:
+            record, owner = entry, uid
+            begin, end = record.span(uid)
+        whose.append((record, owner))
+        of[max(begin - first, 0) : max(end - first, 0)] = -1 if owner in record.bad else number
     if (of < 0).any():
         return None
     edges = [0, *(np.flatnonzero(np.diff(of)) + 1).tolist(), last - first]
-    return [segments[of[a]].part(first + a, first + b) for a, b in pairwise(edges)]
+    return [(*whose[of[a]], first + a, first + b) for a, b in pairwise(edges)]

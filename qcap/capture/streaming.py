@@ -23,7 +23,7 @@ from qcap.attribution import Step
 from qcap.capture.features import RequestTrack, Stage
 from qcap.capture.plan import PlanBuffer
 from qcap.capture.staging import PageStager, Ready, RowsMissing, Staged
-from qcap.capture.step_rows import Mover, Segment, StepRows
+from qcap.capture.step_rows import Mover, Piece, StepRecord, StepRows, assemble, wrong_stamps
 from qcap.capture.stream_ledger import StreamLedger, WholeChunk
 from qcap.errors import ConfigError, Unsupported
 from qcap.geometry import Geometry
@@ -149,7 +149,7 @@ class StreamingQueryFeature:
         self._leaving: deque[tuple[int, int, Any]] = deque()  # (first, last, event): resident rows on their way
         self._next_small = 0
         self._rows: StepRows | None = None
-        self._kept: list[Segment] = []
+        self._record: StepRecord | None = None  # of the step that was committed
         self._number = self._calls = self._flushed = self._seen_rows = self._count = self._base = 0
         self._large = False
         self.active = False
@@ -194,20 +194,22 @@ class StreamingQueryFeature:
         if not self._arena.waits and self.mover.bytes + count * self._geometry.num_layers * self.budget.row_bytes > self._host_bytes:
             return None
         layers, width = self._geometry.num_layers, self._geometry.hidden(CacheKind.QUERY)
-        home = self._arena.take((layers, count, width) if large else (count, layers, width), self.dtype)
-        if home is None:
+        nbytes = -(-layers * count * self.budget.row_bytes // 8) * 8
+        piece = self._arena.take((nbytes + 8 * count,), torch.uint8)
+        if piece is None:
             return None
-        stamps = self._arena.take((count,), torch.int64)
-        if stamps is None:
-            self._arena.give(home)
-            return None
-
-        def give_back(rows: StepRows) -> None:
-            after = rows.events[-1] if rows.events else None
-            self._arena.give(home, after)
-            self._arena.give(stamps, after)
-
-        return StepRows(step.number, home.transpose(0, 1) if large else home, stamps, give_back)
+        home = (
+            piece[: layers * count * self.budget.row_bytes]
+            .view(self.dtype)
+            .view((layers, count, width) if large else (count, layers, width))
+        )
+        stamps = piece[nbytes:].view(torch.int64)
+        return StepRows(
+            step.number,
+            home.transpose(0, 1) if large else home,
+            stamps,
+            lambda rows: self._arena.give(piece, rows.events[-1] if rows.events else None),
+        )
 
     def _resident_place(self, count: int) -> int:
         """First of ``count`` resident rows that are next in turn; where they are still on their way out, the device will wait."""
@@ -304,7 +306,7 @@ class StreamingQueryFeature:
             self._stamps_free = rows.events[-1]
         elif self._cuda:
             self._leaving.append((self._base, self._base + self._count, rows.events[-1]))
-        self._kept = self.ledger.commit(invalid)
+        self._record = self.ledger.commit(invalid)
         self._check_counts()
         self.quiet()
 
@@ -326,16 +328,17 @@ class StreamingQueryFeature:
 
     def end(self) -> None:
         """What was left over by the step's whole chunks leaves the arena."""
-        rows, kept = self._rows, self._kept
-        self._rows, self._kept = None, []
+        rows, record = self._rows, self._record
+        self._rows = self._record = None
         if rows is not None:
-            self.mover.move([segment for segment in kept if segment.source is rows])
+            if record is not None and record.refs:
+                self.mover.move(record, rows, self.ledger.needed(record) if self._large else None)
             rows.drop()
 
     def _drop_step(self) -> None:
         """A step that was begun and never ended, or whose rows cannot be used."""
         rows, self._rows = self._rows, None
-        self._kept = []
+        self._record = None
         self.ledger.abandon()
         if rows is not None:
             if not rows.events:
@@ -364,39 +367,33 @@ class StreamingQueryFeature:
                         piece.drop()
 
     def _stage(self, chunk: WholeChunk) -> Staged:
-        shape = self._geometry.chunk_shape(CacheKind.QUERY)
-        pieces = chunk.pieces
-        sources = [piece.source for piece in pieces if piece.source is not None]
-        events = [event for source in {id(s): s for s in sources}.values() for event in source.events]
-        first = sources[0]
-        if len(pieces) == 1 and first.rows.stride(0) == shape[3]:  # a large step's: the chunk lies in it as it is, layer by layer
-            host = first.rows[pieces[0].row : pieces[0].row + shape[2]].transpose(0, 1).unsqueeze(0)
-            ready = Ready(events, lambda: self._check_rows(pieces))
-        else:
-            with torch.inference_mode(False):
-                host = torch.empty(shape, dtype=self.dtype)
-
-            def assemble() -> None:
-                self._check_rows(pieces)
-                for piece in pieces:
-                    assert piece.source is not None
-                    rows = piece.source.rows[piece.row : piece.row + piece.last - piece.first]
-                    host[0, :, piece.first : piece.last] = rows.transpose(0, 1)
-                drop()
-
-            ready = Ready(events, assemble)
+        shape, pieces = self._geometry.chunk_shape(CacheKind.QUERY), chunk.pieces
+        events = [event for source in {id(p.source): p.source for p in pieces}.values() for event in source.events]
+        dropped = False
 
         def drop() -> None:
-            for piece in pieces:
-                piece.drop()
+            nonlocal dropped
+            if not dropped:
+                dropped = True
+                for piece in pieces:
+                    piece.drop()
 
-        return Staged(host, ready, drop)
+        first = pieces[0]
+        if len(pieces) == 1 and first.source.rows.stride(0) == shape[3]:  # a large step's: the chunk lies in it as it is, layer by layer
+            host = first.source.rows[first.row : first.row + shape[2]].transpose(0, 1).unsqueeze(0)
+            return Staged(host, Ready(events, lambda: self._check_rows(pieces)), drop)
+        with torch.inference_mode(False):
+            host = torch.empty(shape, dtype=self.dtype)
 
-    def _check_rows(self, pieces: Sequence[Segment]) -> None:
-        wrong = 0
-        for piece in pieces:
-            assert piece.source is not None
-            wrong += int((piece.source.stamps[piece.row : piece.row + piece.last - piece.first] != piece.source.step).sum())
+        def put_together() -> None:
+            self._check_rows(pieces)
+            assemble(pieces, host)
+            drop()
+
+        return Staged(host, Ready(events, put_together), drop)
+
+    def _check_rows(self, pieces: Sequence[Piece]) -> None:
+        wrong = wrong_stamps(pieces)
         if wrong:
             self._counters["query.rows_missing"] += wrong
             raise RowsMissing(f"{wrong} of {self._geometry.chunk_size} rows of a chunk never reached the ring: it is not published")

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
 import obstore
 
 from qcap.errors import StoreUnavailable
-from qcap.store.chunkfile import Buffer
+from qcap.store.chunkfile import Buffer, copy_bytes
 
 STAGING = "staging"
 _IOV = 512
@@ -42,6 +43,9 @@ class Reader(Protocol):
 
     def readinto(self, buffers: Sequence[memoryview]) -> int:
         """Fill ``buffers`` with what comes next; how many bytes there were."""
+
+    def take(self, scratch: memoryview) -> memoryview:
+        """The next ``scratch.nbytes`` bytes, fewer at the end: read into ``scratch``, or where they lie if that is in memory already."""
 
     def close(self) -> None:
         """Let go."""
@@ -222,12 +226,18 @@ class LocalReader:
     def readinto(self, buffers: Sequence[memoryview]) -> int:
         return read_all(self._fd, buffers)
 
+    def take(self, scratch: memoryview) -> memoryview:
+        return scratch[: read_all(self._fd, [scratch])]
+
     def close(self) -> None:
         os.close(self._fd)
 
 
 class ObstoreBucket:
-    """Anything obstore opens. A staged file is kept in this process; publishing is one conditional put, which is atomic by itself."""
+    """Anything obstore opens. A staged file is kept in this process; publishing is one conditional put, which is atomic by itself.
+
+    obstore takes the staged bytes and gives stored ones by the buffer protocol: with its ``MemoryStore`` the one copy is that of staging.
+    """
 
     cheap_exists = False
 
@@ -236,7 +246,12 @@ class ObstoreBucket:
         self._name = name
 
     def stage(self, buffers: Sequence[Buffer]) -> ObstoreStaged:
-        return ObstoreStaged(self._store, b"".join(buffers))
+        views = [memoryview(b) for b in buffers]
+        data, at = memoryview(np.empty(sum(v.nbytes for v in views), dtype=np.uint8)), 0
+        for view in views:  # not `b"".join`, which holds the GIL
+            copy_bytes(data[at : at + view.nbytes], view)
+            at += view.nbytes
+        return ObstoreStaged(self._store, data.toreadonly())
 
     def open(self, path: str, head: int | None = None) -> BytesReader | None:
         try:
@@ -293,14 +308,14 @@ class ObstoreBucket:
 class ObstoreStaged:
     """Bytes in this process."""
 
-    def __init__(self, store: Any, data: bytes) -> None:
+    def __init__(self, store: Any, data: memoryview) -> None:
         self._store = store
-        self._data: bytes | None = data
+        self._data: memoryview | None = data
 
     def open(self) -> BytesReader:
         if self._data is None:
             raise RuntimeError("already published or discarded")
-        return BytesReader(memoryview(self._data))
+        return BytesReader(self._data[:])  # a view of its own, which the reader releases
 
     def publish(self, path: str, *, overwrite: bool = False) -> bool:
         if self._data is None:
@@ -328,9 +343,14 @@ class BytesReader:
         start = self._at
         for buffer in buffers:
             piece = self._data[self._at : self._at + buffer.nbytes]
-            buffer[: piece.nbytes] = piece
+            copy_bytes(buffer[: piece.nbytes], piece)
             self._at += piece.nbytes
         return self._at - start
+
+    def take(self, scratch: memoryview) -> memoryview:
+        piece = self._data[self._at : self._at + scratch.nbytes]
+        self._at += piece.nbytes
+        return piece
 
     def close(self) -> None:
         self._data.release()

@@ -6,6 +6,9 @@ the header's metadata, with a blake3 checksum a layer and one over the metadata 
 
 The header is written and parsed here rather than by the safetensors library, because that one sorts tensors by name (``layers.10``
 before ``layers.2``) and would copy the tensor into one contiguous piece first.
+
+An engine's thread runs beside those that write and read here, and waits whenever one of them has the GIL. So what is large is hashed
+(blake3's ``update``) and copied (:func:`copy_bytes`) without it, and what is Python takes well under a millisecond at a stretch.
 """
 
 from __future__ import annotations
@@ -14,14 +17,16 @@ import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from blake3 import blake3
 
 from qcap._version import __version__
 from qcap.errors import ObjectCorrupt, ShapeError, TokenError
-from qcap.geometry import Geometry, Rope
+from qcap.geometry import Geometry, Rope, parse_dtype
 from qcap.kinds import CacheKind
 from qcap.store.tiers import LoadedChunk
 from qcap.tokens import ChunkRecord, chain_digest
@@ -45,6 +50,12 @@ _JSON_KEYS = ("geometry", "start", "token_ids", "positions", "tags", "layer_chec
 _KEYS = frozenset(_TEXT_KEYS + _JSON_KEYS)
 
 Buffer = bytes | bytearray | memoryview
+
+
+def copy_bytes(target: memoryview, source: Buffer) -> None:
+    """Copy ``source`` into ``target``, of the same length. Unlike ``target[:] = source`` this lets other threads run meanwhile."""
+    if target.nbytes:
+        np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
 
 
 @dataclass(frozen=True)
@@ -101,8 +112,8 @@ class EncodedChunk:
 def tensor_pieces(tensor: torch.Tensor) -> list[memoryview]:
     """A CPU tensor ``[planes, L, CH, H]``, each ``[CH, H]`` contiguous, as byte views in file order: layer 0's planes, layer 1's, ..."""
     planes, layers = tensor.shape[:2]
-    whole = tensor.detach()
-    return [whole[p, i].view(-1).view(torch.uint8).numpy().data for i in range(layers) for p in range(planes)]
+    rows = tensor.detach().view(planes, layers, -1).view(torch.uint8).numpy()  # sliced as an array: a tensor's slices cost a millisecond
+    return [rows[p, i].data for i in range(layers) for p in range(planes)]
 
 
 def layer_pieces(header: ChunkHeader, layer: torch.Tensor) -> list[memoryview]:
@@ -155,33 +166,47 @@ def encode(record: ChunkRecord, tensor: torch.Tensor) -> EncodedChunk:
         )
     pieces = tensor_pieces(tensor)
     checksums = tuple(_layer_checksum(pieces[i : i + kind.planes]) for i in range(0, len(pieces), kind.planes))
+    header = _encode_header(record, checksums)
+    return EncodedChunk(header, pieces, checksums)
+
+
+def _encode_header(record: ChunkRecord, checksums: tuple[str, ...]) -> bytes:
+    """Length, JSON and padding. Raises ``TokenError`` for a record that :func:`read_header` would not take: that must not be written."""
+    geometry, kind = record.geometry, record.kind
+    geometry_text = _dump(geometry.to_dict())
+    token_ids, positions = [int(t) for t in record.token_ids], [int(p) for p in record.positions]
+    tags = sorted([list(tag) for tag in record.tags])
     metadata = {
         "format": FORMAT_VERSION,
         "kind": kind.value,
         "model": geometry.model,
-        "geometry": _dump(geometry.to_dict()),
+        "geometry": geometry_text,
         "start": _dump(record.start),
-        "token_ids": _dump([int(t) for t in record.token_ids]),
+        "token_ids": _dump(token_ids),
         "parent": record.parent,
         "digest": record.digest,
         "salt": record.salt,
-        "positions": _dump([int(p) for p in record.positions]),
+        "positions": _dump(positions),
         "edit": record.edit,
-        "tags": _dump(sorted([list(tag) for tag in record.tags])),
+        "tags": _dump(tags),
         "qcap_version": __version__,
         "layer_checksums": _dump(checksums),
     }
-    metadata["header_checksum"] = metadata_checksum(metadata)
-    header: dict[str, Any] = {"__metadata__": metadata}
-    header.update(_tensor_table(geometry, kind))
-    text = _dump(header).encode()
-    length = -(-(LENGTH_BYTES + len(text)) // ALIGNMENT) * ALIGNMENT - LENGTH_BYTES
-    encoded = EncodedChunk(length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length), pieces, checksums)
-    try:  # an object that no reader would take must not be written
-        read_header(encoded.header, encoded.nbytes)
-    except ObjectCorrupt as error:
+    # What a reader checks and what can be wrong in a record that is well formed. Reading the header back would cost as much as making it.
+    try:
+        _check_values(record.start, token_ids, positions, tags)
+        _check_texts(metadata)
+        _check_parent(record.parent)
+        _check_geometry_text(geometry_text)
+        _ = record.key  # its checks of model and salt
+        metadata["header_checksum"] = metadata_checksum(metadata)
+        shape = geometry.chunk_shape(kind)
+        text = f'{{"__metadata__":{_dump(metadata)},{_table_text(geometry.dtype, shape)}}}'.encode()
+        length = -(-(LENGTH_BYTES + len(text)) // ALIGNMENT) * ALIGNMENT - LENGTH_BYTES
+        _check_header_length(length)
+    except (ObjectCorrupt, UnicodeError) as error:
         raise TokenError(f"this chunk's record cannot be stored: {error}") from None
-    return encoded
+    return length.to_bytes(LENGTH_BYTES, "little") + text.ljust(length)
 
 
 def metadata_checksum(metadata: dict[str, str]) -> str:
@@ -203,11 +228,15 @@ def header_length(prefix: Buffer, total_bytes: int) -> int:
     if len(prefix) < LENGTH_BYTES:
         _corrupt(f"only {len(prefix)} bytes, an object has at least a header")
     length = int.from_bytes(prefix[:LENGTH_BYTES], "little")
-    if length > MAX_HEADER_BYTES:
-        _corrupt(f"the header claims {length} bytes, more than the {MAX_HEADER_BYTES} any object has")
+    _check_header_length(length)
     if LENGTH_BYTES + length > total_bytes:
         _corrupt(f"truncated: the header needs {LENGTH_BYTES + length} bytes, there are {total_bytes}")
     return LENGTH_BYTES + length
+
+
+def _check_header_length(length: int) -> None:
+    if length > MAX_HEADER_BYTES:
+        _corrupt(f"the header claims {length} bytes, more than the {MAX_HEADER_BYTES} any object has")
 
 
 def read_header(data: Buffer, total_bytes: int | None = None) -> ChunkHeader:
@@ -233,8 +262,7 @@ def read_header(data: Buffer, total_bytes: int | None = None) -> ChunkHeader:
         _corrupt(f"format version {metadata.get('format')!r} is unknown, this qcap reads {FORMAT_VERSION!r}")
     if missing := sorted(_KEYS - metadata.keys()):
         _corrupt(f"metadata is missing: {', '.join(missing)}")
-    if not all(isinstance(value, str) for value in metadata.values()):
-        _corrupt("a metadata value is not a string")
+    _check_texts(metadata)
     try:
         matches = metadata_checksum(metadata) == metadata["header_checksum"]
     except UnicodeError:
@@ -249,7 +277,7 @@ def _check_layout(
     table: dict[str, Any], record: ChunkRecord, checksums: tuple[str, ...], end: int, total: int, version: str
 ) -> ChunkHeader:
     """The tensor table must be exactly what the geometry gives; so there are no gaps, overlaps or surprises in it."""
-    wanted = _tensor_table(record.geometry, record.kind)
+    wanted = _tensor_table(record.geometry.dtype, record.geometry.chunk_shape(record.kind))
     if table.keys() != wanted.keys():
         odd = sorted(table.keys() ^ wanted.keys())
         _corrupt(f"{len(table)} tensors where the geometry says {len(wanted)} layers, for instance {odd[0]!r}")
@@ -315,7 +343,7 @@ def decode(data: Buffer, *, verify: bool = True) -> LoadedChunk:
     pieces = tensor_pieces(tensor)
     view, offset = memoryview(data), header.data_start
     for piece in pieces:
-        piece[:] = view[offset : offset + piece.nbytes]
+        copy_bytes(piece, view[offset : offset + piece.nbytes])
         offset += piece.nbytes
     if verify:
         check_layers(header, pieces)
@@ -329,13 +357,20 @@ def _layer_checksum(pieces: Iterable[Buffer]) -> str:
     return hasher.hexdigest()
 
 
-def _tensor_table(geometry: Geometry, kind: CacheKind) -> dict[str, Any]:
-    planes, layers, chunk, hidden = geometry.chunk_shape(kind)
-    size = planes * chunk * hidden * geometry.torch_dtype.itemsize
-    dtype = SAFETENSORS_DTYPES[geometry.dtype]
+def _tensor_table(dtype: str, shape: tuple[int, int, int, int]) -> dict[str, Any]:
+    planes, layers, chunk, hidden = shape
+    size = planes * chunk * hidden * parse_dtype(dtype).itemsize
+    stored = SAFETENSORS_DTYPES[dtype]
     return {
-        f"layers.{i}": {"dtype": dtype, "shape": [planes, chunk, hidden], "data_offsets": [i * size, (i + 1) * size]} for i in range(layers)
+        f"layers.{i}": {"dtype": stored, "shape": [planes, chunk, hidden], "data_offsets": [i * size, (i + 1) * size]}
+        for i in range(layers)
     }
+
+
+@lru_cache(maxsize=32)
+def _table_text(dtype: str, shape: tuple[int, int, int, int]) -> str:
+    """:func:`_tensor_table` as JSON, without its braces."""
+    return _dump(_tensor_table(dtype, shape))[1:-1]
 
 
 def _record(metadata: dict[str, str]) -> tuple[ChunkRecord, tuple[str, ...]]:
@@ -343,19 +378,11 @@ def _record(metadata: dict[str, str]) -> tuple[ChunkRecord, tuple[str, ...]]:
         values = {key: json.loads(metadata[key], parse_constant=_corrupt_constant) for key in _JSON_KEYS}
     except (ValueError, RecursionError) as error:
         _corrupt(f"metadata is not JSON where it should be ({error})")
-    for key in ("token_ids", "positions"):
-        numbers = values[key]  # checked all at once: this is most of what reading a header costs
-        if not isinstance(numbers, list) or set(map(type, numbers)) - {int} or (numbers and not 0 <= min(numbers) <= max(numbers) < 2**32):
-            _corrupt(f"metadata {key!r} is not a list of integers in [0, 2**32)")
-    if not _is_int(values["start"]) or values["start"] < 0:
-        _corrupt(f"metadata 'start' is {values['start']!r}, not a position")
-    if not isinstance(values["tags"], list) or not all(isinstance(t, list) and [type(v) for v in t] == [str, str] for t in values["tags"]):
-        _corrupt("metadata 'tags' is not a list of pairs of strings")
+    _check_values(values["start"], values["token_ids"], values["positions"], values["tags"])
     checksums = values["layer_checksums"]
     if not isinstance(checksums, list) or not all(isinstance(c, str) for c in checksums):
         _corrupt("metadata 'layer_checksums' is not a list of strings")
-    _check_types(Geometry, values["geometry"])
-    _check_types(Rope, values["geometry"]["rope"])
+    _check_geometry_types(values["geometry"])
     try:
         geometry = Geometry.from_dict(values["geometry"])
         # exact kind names: CacheKind.parse is for people
@@ -378,7 +405,8 @@ def _record(metadata: dict[str, str]) -> tuple[ChunkRecord, tuple[str, ...]]:
         )
         if not values["positions"]:
             _corrupt("metadata 'positions' is empty")
-        if len(record.parent) != 64 or chain_digest(record.parent, record.token_ids) != record.digest:
+        _check_parent(record.parent)
+        if chain_digest(record.parent, record.token_ids) != record.digest:
             _corrupt("the digest is not that of the parent digest and the token ids")
         _ = record.key  # its checks of model and salt
     except ObjectCorrupt:
@@ -386,6 +414,39 @@ def _record(metadata: dict[str, str]) -> tuple[ChunkRecord, tuple[str, ...]]:
     except Exception as error:  # a hostile header can fail in more ways than a list here would stay complete for
         raise ObjectCorrupt(f"not a qcap object: metadata is not usable ({type(error).__name__}: {error})") from None
     return record, tuple(checksums)
+
+
+def _check_values(start: Any, token_ids: Any, positions: Any, tags: Any) -> None:
+    for key, numbers in (("token_ids", token_ids), ("positions", positions)):  # all at once: most of what reading a header costs
+        if not isinstance(numbers, list) or set(map(type, numbers)) - {int} or (numbers and not 0 <= min(numbers) <= max(numbers) < 2**32):
+            _corrupt(f"metadata {key!r} is not a list of integers in [0, 2**32)")
+    if not _is_int(start) or start < 0:
+        _corrupt(f"metadata 'start' is {start!r}, not a position")
+    if not isinstance(tags, list) or not all(isinstance(t, list) and len(t) == 2 and all(isinstance(v, str) for v in t) for t in tags):
+        _corrupt("metadata 'tags' is not a list of pairs of strings")
+
+
+def _check_texts(metadata: dict[str, Any]) -> None:
+    if not all(isinstance(value, str) for value in metadata.values()):
+        _corrupt("a metadata value is not a string")
+
+
+def _check_parent(parent: str) -> None:
+    if len(parent) != 64:
+        _corrupt("the digest is not that of the parent digest and the token ids: the parent has not 64 hex digits")
+
+
+def _check_geometry_types(values: Any) -> None:
+    _check_types(Geometry, values)
+    _check_types(Rope, values["rope"])
+
+
+@lru_cache(maxsize=32)
+def _check_geometry_text(text: str) -> None:
+    """As a reader would check it; once a geometry, of which a writer has one or two."""
+    values = json.loads(text)
+    _check_geometry_types(values)
+    Geometry.from_dict(values)
 
 
 def _check_types(cls: type, values: Any) -> None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from blake3 import blake3
 
@@ -310,7 +311,7 @@ def _manifest_base(geometry: Geometry) -> str:
 def _check_written(staged: Staged, encoded: chunkfile.EncodedChunk, planes: int) -> None:
     """Read a staged object back, a layer at a time, and compare."""
     header = bytearray(len(encoded.header))
-    layer = memoryview(bytearray(encoded.pieces[0].nbytes * planes))
+    scratch = memoryview(np.empty(encoded.pieces[0].nbytes * planes, dtype=np.uint8))  # not a bytearray, which is filled under the GIL
     reader = staged.open()
     try:
         if reader.nbytes != encoded.nbytes or reader.readinto([memoryview(header)]) != len(header) or header != encoded.header:
@@ -318,8 +319,7 @@ def _check_written(staged: Staged, encoded: chunkfile.EncodedChunk, planes: int)
                 f"{reader.nbytes} bytes read back of {encoded.nbytes} written, or another header: the medium is not reliable"
             )
         for i, checksum in enumerate(encoded.layer_checksums):
-            reader.readinto([layer])
-            chunkfile.check_layer(i, checksum, [layer])
+            chunkfile.check_layer(i, checksum, [reader.take(scratch)])
     finally:
         reader.close()
 

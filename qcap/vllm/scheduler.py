@@ -47,7 +47,7 @@ class _Followed:
     request: Any
     salt: str
     skip: str
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: array[int] = field(default_factory=lambda: array("q"))
     told: int = 0  # token ids sent to the worker
     chunks: list[TokenChunk] = field(default_factory=list)
     local: int = 0  # tokens in vLLM's own prefix cache at the last look
@@ -219,7 +219,7 @@ class SchedulerSide:
             new = cached.new_block_ids[i]
             again = request_id in resumed
             if again:
-                followed.block_ids = []
+                followed.block_ids = array("q")
             if new is not None:
                 followed.block_ids.extend(new[self._group])
             self._plan(followed, cached.num_computed_tokens[i], output, again, requests, loads)
@@ -227,7 +227,7 @@ class SchedulerSide:
             followed = self._followed.get(data.req_id)
             if followed is None:
                 continue
-            followed.block_ids = list(data.block_ids[self._group])
+            followed.block_ids = array("q", data.block_ids[self._group])
             self._plan(followed, data.num_computed_tokens, output, True, requests, loads)
         tokens = [*self._last_tokens, *(update for f in self._followed.values() if (update := self._known(f)) is not None)]
         finished, self._finished, self._last_tokens = self._finished, [], []
@@ -240,7 +240,7 @@ class SchedulerSide:
         scheduled = {r.uid for r in requests}
         for uid, followed in preempted.items():
             if uid not in scheduled:
-                followed.block_ids = []
+                followed.block_ids = array("q")
         return Step(
             self._number,
             tuple(requests),
@@ -263,7 +263,7 @@ class SchedulerSide:
         followed.computed = max(followed.computed, end)
         n, size = self._block_size, self._config.chunk_size
         first = 0 if admitted else start // size * (size // n)
-        blocks = array("q", followed.block_ids[first : -(-end // n)])
+        blocks = followed.block_ids[first : -(-end // n)]
         skip = followed.skip or followed.bar
         if not skip and len(blocks) != -(-end // n) - first:
             skip = "block-table-unknown"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -252,7 +251,7 @@ def test_a_skipped_chunk_stays_skipped_and_the_next_one_is_taken():  # A20 A10: 
 def test_two_requests_that_share_a_block_in_one_step(owner_first):  # A26 R37: B's prefix is computed by A in this very step
     rig = Rig()
     a = request(1, 0, 8, [1, 2])
-    b = replace(request(2, 4, 8, [1, 3]), admitted=True)
+    b = request(2, 4, 8, [1, 3])._replace(admitted=True)
     rows = [*rig.rows([a]), *[(3 * 4 + p % 4, 1, p, 0) for p in range(4, 8)]]  # the same tokens, so the same values
     rig.run(*([a, b] if owner_first else [b, a]), rows=rows)
     rig.exact(1, 8, [0])
@@ -307,7 +306,7 @@ def test_a_layer_that_never_arrives_drops_the_step(caplog):  # R37 O13
     rig = Rig()
     r = request(1, 0, 8, [1, 2])
     for start in range(50):
-        step = rig.step(replace(r, start=0) if start == 0 else request(2 + start, 0, 8, [1, 2]))
+        step = rig.step(r._replace(start=0) if start == 0 else request(2 + start, 0, 8, [1, 2]))
         rig.feature.begin(step)
         rig.launch(rig.rows(step.requests), layers=[0])
         rig.feature.commit(step.number, ())
