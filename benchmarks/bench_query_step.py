@@ -14,7 +14,7 @@ import torch
 from benchmarks.harness import Case, Context, benchmark
 from benchmarks.peer_lmcache import Peer, StepInputs, step_inputs
 from qcap import kernels
-from qcap.attribution import RequestStep, Step, flatten
+from qcap.attribution import RequestStep, Step
 from qcap.capture.plan import PlanBuffer
 from qcap.capture.stream_ledger import StreamLedger
 
@@ -31,17 +31,16 @@ class Ours:
         self.layers = [torch.empty((self.rows, q.shape[1]), dtype=q.dtype, device=device) for q in inputs.queries]
         self.slots = torch.empty_like(inputs.slot_mapping)
         self.stamps = torch.zeros(self.rows, dtype=torch.int64, device=device)
-        self.plan = PlanBuffer(inputs.kv_blocks, device)
+        self.plan = PlanBuffer(inputs.kv_blocks, len(inputs.requests), device)
         self.ledger = StreamLedger(n, CHUNK, inputs.kv_blocks, lambda *_: None)
         requests = (RequestStep(i, r.request_id, "", r.start, r.end, 0, array("q", r.block_ids)) for i, r in enumerate(inputs.requests))
-        self.requests = tuple(requests)
+        self.step = Step(1, tuple(requests))
 
     def attribute(self) -> None:
         """From the scheduler's numbers to where each row goes."""
         table = self.plan.next()
-        step = Step(1, self.requests, flat=flatten(self.requests, self.inputs.block_size))  # the scheduler's part of it counts too
-        blocks, _ = self.ledger.plan(step, table)
-        self.plan.send(1, blocks)
+        requests, blocks, _ = self.ledger.plan(self.step, table)  # flattens the step first: what a scheduler does beforehand counts here
+        self.plan.send(1, requests, blocks)
         kernels.slot_attribution(self.inputs.slot_mapping, self.plan.device, self.inputs.block_size, self.slots, self.stamps)
 
     def run(self) -> None:

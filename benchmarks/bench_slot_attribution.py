@@ -12,18 +12,25 @@ from qcap import kernels
 
 @benchmark
 def cases() -> Iterator[Case]:
-    """One long request, and many of one row."""
-    for rows, planned in ((16384, 1100), (8192, 512), (64, 64)):
-        capacity, ring = 1200, 4096 * 16
-        plan = torch.randint(0, 1 << 40, (1 + capacity, 4))  # what lies past the count is not looked at
-        ids = torch.randperm(20000)[:planned].sort().values
-        plan[0] = torch.tensor([planned, 7, 0, 0])
-        plan[1 : 1 + planned] = torch.stack([ids, ids * 0, ids * 0 + 16, torch.randperm(4096)[:planned] * 16], dim=1)
-        slots = (ids[torch.arange(rows) * planned // rows] * 16 + torch.arange(rows) % 16).cuda()
+    """One long request, some, many of one row, and a ring of blocks, which is planned as a request a block."""
+    block, room, ring = 16, 4 + 4 * 512 + 1600, 4096 * 16
+    for rows, planned, requests in ((16384, 1024, 1), (16384, 1100, 128), (8192, 512, 512), (64, 64, 64)):
+        ids = torch.randperm(20000)[:planned]
+        places = torch.arange(planned)
+        first_place = torch.arange(requests) * planned // requests
+        blocks = torch.diff(first_place, append=torch.tensor([planned]))
+        table = torch.stack([first_place, first_place * 0, blocks * block, first_place * block], dim=1)
+        plan = torch.randint(0, 1 << 40, (room,))  # what lies past the keys is not looked at
+        plan[:4] = torch.tensor([planned, 7, requests, 0])
+        plan[4 : 4 + 4 * requests] = table.flatten()
+        plan[4 + 4 * requests : 4 + 4 * requests + planned] = (ids << 32 | places).sort().values
+        slots = (ids[torch.arange(rows) * planned // rows] * block + torch.arange(rows) % block).cuda()
         plan, out, stamps = plan.cuda(), torch.empty(rows, dtype=torch.int64, device="cuda"), torch.empty(ring, dtype=torch.int64).cuda()
-        yield Case(
-            "slot_attribution",
-            f"{rows} rows, {planned} blocks",
-            lambda m=slots, p=plan, o=out, s=stamps: kernels.slot_attribution(m, p, 16, o, s),
-            3 * out.nbytes + 32 * planned,
-        )
+        counts = torch.zeros(512, dtype=torch.int32, device="cuda")
+        for name, given in (("", None), (", counted", counts)):
+            yield Case(
+                "slot_attribution",
+                f"{rows} rows, {planned} blocks, {requests} requests{name}",
+                lambda m=slots, p=plan, o=out, s=stamps, c=given: kernels.slot_attribution(m, p, block, o, s, c),
+                3 * out.nbytes + 8 * planned + 32 * requests,
+            )

@@ -7,46 +7,54 @@ from typing import Any
 import numpy as np
 import torch
 
+_HEADER = 4
+_ROUND = 256  # a copy's length is a multiple of this, so that few views are ever made; what lies past the plan is not looked at
+_GROUP = 8  # one event guards so many uploads
+
 
 class PlanBuffer:
-    """``device`` is int64 ``[1 + P, 4]``: (count, step, 0, 0), then a row (block id, first, last, base) for each block that is planned.
+    """``device`` is what the *slot attribution* kernel reads: int64, (count, step, requests, base), then four numbers a request, then a
+    key for each KV block that is planned.
 
     Between steps the count is 0, so what runs then (warm-up, recording, an idle rank's dummy run) matches no block.
 
     Args:
-        num_blocks: P, the most KV blocks that a step can write.
+        num_blocks: the most KV blocks that a step can write.
+        num_requests: the most requests of a step.
         device: of the engine's cache.
-        depth: uploads that may be on their way at once.
     """
 
-    def __init__(self, num_blocks: int, device: torch.device, depth: int = 4) -> None:
-        cuda = device.type == "cuda"
-        self.num_blocks = num_blocks
-        self.device = torch.zeros((1 + num_blocks, 4), dtype=torch.int64, device=device)
-        self._hosts = [torch.zeros((1 + num_blocks, 4), dtype=torch.int64, pin_memory=cuda) for _ in range(depth if cuda else 1)]
+    def __init__(self, num_blocks: int, num_requests: int, device: torch.device) -> None:
+        self.num_blocks, self.num_requests = num_blocks, num_requests
+        size = -(-(_HEADER + 4 * num_requests + num_blocks) // _ROUND) * _ROUND
+        self._cuda = device.type == "cuda"
+        self.device = torch.zeros(size, dtype=torch.int64, device=device)
+        self._hosts = [torch.zeros(size, dtype=torch.int64, pin_memory=self._cuda) for _ in range(4 * _GROUP if self._cuda else 1)]
         self._arrays = [host.numpy() for host in self._hosts]
-        self._events: list[Any] = [torch.cuda.Event() if cuda else None for _ in self._hosts]
-        self._used = [False] * len(self._hosts)
-        self._turn = 0
+        self._views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._events: list[Any] = [None] * (len(self._hosts) // _GROUP)
+        self._turn = -1
 
     def next(self) -> np.ndarray:
-        """Int64 ``[P, 4]`` to write the next plan's rows to."""
+        """Int64, to write the next plan's requests and keys to, from place 0 on."""
         self._turn = turn = (self._turn + 1) % len(self._hosts)
-        event = self._events[turn]
-        if event is not None and self._used[turn]:
-            event.synchronize()  # four steps old: long done
-        return self._arrays[turn][1:]
+        if self._cuda and turn % _GROUP == 0 and self._events[turn // _GROUP] is not None:
+            self._events[turn // _GROUP].synchronize()  # 24 steps old: long done
+        return self._arrays[turn][_HEADER:]
 
-    def send(self, step: int, count: int) -> None:
-        """Queue the plan whose ``count`` rows were written to :meth:`next`'s array, on the current stream."""
+    def send(self, step: int, requests: int, blocks: int, base: int = 0) -> None:
+        """Queue the plan that was written to :meth:`next`'s array, on the current stream. ``base`` is added to its rows."""
         turn = self._turn
-        event, host = self._events[turn], self._hosts[turn]
-        self._arrays[turn][0, :2] = count, step
-        self.device[: 1 + count].copy_(host[: 1 + count], non_blocking=True)
-        if event is not None:
+        self._arrays[turn][:_HEADER] = blocks, step, requests, base
+        length = -(-(_HEADER + 4 * requests + blocks) // _ROUND) * _ROUND
+        views = self._views.get((turn, length))
+        if views is None:
+            views = self._views[turn, length] = (self.device[:length], self._hosts[turn][:length])
+        views[0].copy_(views[1], non_blocking=True)
+        if self._cuda and turn % _GROUP == _GROUP - 1:
+            event = self._events[turn // _GROUP] = self._events[turn // _GROUP] or torch.cuda.Event()
             event.record()
-            self._used[turn] = True
 
     def quiet(self) -> None:
         """Plan nothing."""
-        self.device[0].zero_()
+        self.device[:1].zero_()

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from qcap import kernels
@@ -61,7 +62,7 @@ class QueryFeature:
         self.dtype = dtype
         self._table = self.ring.page_table()
         self._stamps = torch.zeros(ring_blocks * n, dtype=torch.int64, device=device)  # step in which each ring row was written
-        self._plan = PlanBuffer(plan_blocks, device)
+        self._plan = PlanBuffer(plan_blocks, plan_blocks, device)
         self._ring_slots = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
         self.on_device_bytes = self.ring.nbytes + self._stamps.nbytes
         self.ledger = RowLedger(self.ring, geometry.chunk_size, spill=self._spill if never_lose else None, on_skip=self._on_skip)
@@ -88,9 +89,11 @@ class QueryFeature:
                 f"the step writes {len(plan.block_ids)} KV blocks, the plan has {self._plan.num_blocks}: the engine's max_num_seqs changed"
             )
         n, count = self._geometry.block_size, len(plan.block_ids)
-        out = self._plan.next()[:count]
-        out[:, 0], out[:, 1], out[:, 2], out[:, 3] = plan.block_ids, 0, n, plan.ring_blocks * n
-        self._plan.send(step.number, count)
+        out = self._plan.next()
+        blocks, keys = out[: 4 * count].reshape(count, 4), out[4 * count : 5 * count]  # each block by itself, as if it were a request
+        blocks[:, 0], blocks[:, 1], blocks[:, 2], blocks[:, 3] = np.arange(count), 0, n, plan.ring_blocks * n
+        keys[:] = (plan.block_ids << 32) + np.arange(count)
+        self._plan.send(step.number, count, count)
         self._number, self._calls, self.active = step.number, 0, len(plan.block_ids) > 0
 
     def on_layer(self, layer: int, query: torch.Tensor, slot_mapping: torch.Tensor) -> None:

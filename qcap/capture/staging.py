@@ -76,7 +76,8 @@ class HostArena:
                 self._sweep()
                 offset = self._fit(size)
                 if offset is not None:
-                    piece = self._block[offset : offset + nbytes].view(dtype).view(shape)  # no inference tensor, as the block is none
+                    with torch.inference_mode(False):  # or it could not be written to outside of inference mode, being a view
+                        piece = self._block[offset : offset + nbytes].view(dtype).view(shape)
                     self._lend(piece, (offset, size))
                     return piece
                 alone = size > self.nbytes and not self._lent
@@ -343,7 +344,7 @@ class PageStager:
         """(all that was packed so far, all that was copied so far)."""
         if not self._cuda:
             return None, None
-        packed, copied = torch.cuda.Event(), torch.cuda.Event()
+        packed, copied = torch.cuda.Event(), torch.cuda.Event(blocking=True)  # writers sleep on it, rather than spin
         packed.record(self._pack)
         copied.record(self.copy)
         return packed, copied

@@ -59,21 +59,21 @@ class StreamLedger:
         self._owner = np.full(num_kv_blocks, -1, dtype=np.int64)  # KV block -> uid whose rows it stands for
         self._index = np.zeros(num_kv_blocks, dtype=np.int64)  # and its place in that request's block table
         self._flat = FlatStep(*[np.empty(0, dtype=np.int64)] * 3)  # of the step that was planned last
-        self._places = self._multiples = np.arange(0, dtype=np.int64)  # 0, 1, 2, ... and 0, N, 2 N, ...
+        self._places = np.arange(0, dtype=np.int64)  # 0, 1, 2, ...
         self._open: tuple[Step, FlatStep, StepRows] | None = None  # the step that is running, and where its rows will be
         self._shared: list[tuple[int, int, int]] = []  # (uid, block, owner's uid): to be looked up when it has run
 
     # ---- one step -----------------------------------------------------------------------------------------------------------------
 
-    def plan(self, step: Step, out: np.ndarray) -> tuple[int, int]:
-        """Write a row (block id, first, last, base) for each KV block of the step, block ids ascending, to ``out`` int64 ``[P, 4]``.
+    def plan(self, step: Step, out: np.ndarray) -> tuple[int, int, int]:
+        """Write what the *slot attribution* kernel needs to ``out`` int64: (first place, start, end, row) for each request, then the KV
+        blocks that the step writes, ascending, each with its place in the step.
 
-        Token ``block * N + offset`` with ``first <= offset < last`` goes to row ``base + offset``: requests one after another, those
-        without a reason to skip them. What was noted of KV blocks that a load or the engine itself fills is forgotten. A step before it
-        that never ended is abandoned.
+        Rows go to requests one after another, those without a reason to skip them. What was noted of KV blocks that a load or the engine
+        itself fills is forgotten. A step before it that never ended is abandoned.
 
         Returns:
-            (blocks, rows) of the step. More blocks than P: nothing was written.
+            (requests, blocks, rows) of the step. What does not fit into ``out`` is not written.
         """
         if self._open is not None:
             self.abandon()
@@ -87,31 +87,26 @@ class StreamLedger:
                 self._forget_blocks(request.uid)
         flat = self._flat = step.flat or flatten(step.requests, n)
         start, end, block_ids = flat.start, flat.end, flat.block_ids
-        if not len(start):
-            return 0, 0
-        within = start % n
-        blocks = (end - start + within + (n - 1)) // n
-        blocks_end, rows_end = np.cumsum(blocks), np.cumsum(end - start)
-        total, num_rows = len(block_ids), int(rows_end[-1])
+        count, total = len(start), len(block_ids)
+        if not count:
+            return 0, 0, 0
+        rows = end - start
+        first = start // n
+        blocks_end, rows_end = ((end - 1) // n - first + 1).cumsum(), rows.cumsum()
         if total != blocks_end[-1]:
             raise Unsupported(f"the step's requests write {blocks_end[-1]} KV blocks and name {total}")
-        if total > len(out):
-            return total, num_rows
-        if total > len(self._multiples):
-            self._places = np.arange(2 * total, dtype=np.int64)
-            self._multiples = self._places * n
-        table = np.empty((total, 4), dtype=np.int64)
-        table[:, 0] = block_ids
-        table[:, 1] = 0
-        table[:, 2] = n
-        table[:, 3] = self._multiples[:total]
-        table[blocks_end - blocks, 1] = within
-        table[blocks_end - 1, 2] = (end - 1) % n + 1
-        table[:, 3] += np.repeat(rows_end - end + start - within - (blocks_end - blocks) * n, blocks)
-        keys = (block_ids << 32) + self._places[:total]  # sorted, they tell both the ids and where they came from
-        keys.sort()
-        np.take(table, keys & 0xFFFFFFFF, axis=0, out=out[:total])
-        return total, num_rows
+        if 4 * count + total <= len(out):
+            requests, keys = out[: 4 * count].reshape(count, 4), out[4 * count : 4 * count + total]
+            requests[1:, 0] = blocks_end[:-1]
+            requests[0, 0] = 0
+            requests[:, 1], requests[:, 2] = start, end
+            np.subtract(rows_end, rows, out=requests[:, 3])
+            if total > len(self._places):
+                self._places = np.arange(2 * total, dtype=np.int64)
+            np.left_shift(block_ids, 32, out=keys)
+            keys += self._places[:total]
+            keys.sort()
+        return count, total, int(rows_end[-1])
 
     def open(self, step: Step, source: StepRows) -> None:
         """The planned step runs, and its rows will be in ``source``."""
@@ -214,6 +209,8 @@ class StreamLedger:
             first = flat.start // n
             counts = -(-flat.end // n) - first
             self._owner[flat.block_ids] = np.repeat(uids, counts)
+            if len(flat.block_ids) > len(self._places):
+                self._places = np.arange(2 * len(flat.block_ids), dtype=np.int64)
             self._index[flat.block_ids] = self._places[: len(flat.block_ids)] + np.repeat(first - np.cumsum(counts) + counts, counts)
 
     def _forget_blocks(self, uid: int) -> None:

@@ -104,7 +104,7 @@ class StreamingQueryFeature:
         geometry: of this rank.
         budget: how large the device's part is.
         num_kv_blocks: of the engine's cache.
-        plan_blocks: the most KV blocks a step can write.
+        plan_blocks, plan_requests: the most KV blocks that a step can write, and the most requests.
         padded_rows: rows that an engine's largest forward pass has, padding included.
         stager: the way to the host; its arena holds a step's rows.
         host_bytes: bound on rows that wait in ordinary memory for their chunk to fill. Only with an arena that does not wait.
@@ -120,6 +120,7 @@ class StreamingQueryFeature:
         *,
         num_kv_blocks: int,
         plan_blocks: int,
+        plan_requests: int,
         padded_rows: int,
         stager: PageStager,
         counters: Counter[str],
@@ -137,9 +138,9 @@ class StreamingQueryFeature:
         self._stamps_small = torch.zeros(RESIDENT_STEPS * budget.small_rows, dtype=torch.int64, device=device)
         self._stamps_large = torch.zeros(max(budget.max_rows, 1), dtype=torch.int64, device=device)
         self._stamps_free: Any = None  # event after which the large stamps may be written
-        self._plan = PlanBuffer(plan_blocks, device)
+        self._plan = PlanBuffer(plan_blocks, plan_requests, device)
         self._ring_slots = torch.full((max(padded_rows, budget.max_rows, budget.small_rows),), -1, dtype=torch.int64, device=device)
-        self._counts = torch.zeros(plan_blocks, dtype=torch.int32, device=device) if debug else None
+        self._counts = torch.zeros(plan_requests, dtype=torch.int32, device=device) if debug else None
         self._announced: Any = None
         self.on_device_bytes = budget.nbytes + self._stamps_small.nbytes + self._stamps_large.nbytes
         self.mover = Mover(self._arena)
@@ -164,14 +165,14 @@ class StreamingQueryFeature:
         """Send the step's plan to the device: one copy, nothing awaited by the host (unless there is no host memory, and it may wait)."""
         self._drop_step()
         table = self._plan.next()
-        blocks, count = self.ledger.plan(step, table)
+        requests, blocks, count = self.ledger.plan(step, table)
         self._number, self._calls, self._flushed, self.active = step.number, 0, 0, False
         if not count:
             return
-        if blocks > len(table) or count > self.budget.max_rows:
+        if 4 * requests + blocks > len(table) or count > self.budget.max_rows:
             raise Unsupported(
-                f"the step computes {count} rows in {blocks} KV blocks, qcap was set up for {self.budget.max_rows} in {len(table)}: "
-                "the engine's max_num_batched_tokens or max_num_seqs changed"
+                f"the step computes {count} rows of {requests} requests in {blocks} KV blocks, qcap was set up for {self.budget.max_rows}, "
+                f"{self._plan.num_requests} and {self._plan.num_blocks}: the engine's max_num_batched_tokens or max_num_seqs changed"
             )
         large = count > self.budget.small_rows
         rows = self._reserve(step, count, large)
@@ -180,13 +181,11 @@ class StreamingQueryFeature:
             return
         self._rows, self._count, self._large = rows, count, large
         self._base = 0 if large else self._resident_place(count)
-        if self._base:
-            table[:blocks, 3] += self._base
-        self._plan.send(step.number, blocks)
+        self._plan.send(step.number, requests, blocks, self._base)
         self.ledger.open(step, rows)
         if self._counts is not None:
             self._counts.zero_()
-            self._announced = table[:blocks, 2] - table[:blocks, 1]
+            self._announced = (table[2 : 4 * requests : 4] - table[1 : 4 * requests : 4]).copy()
         self.active = True
 
     def _reserve(self, step: Step, count: int, large: bool) -> StepRows | None:

@@ -38,11 +38,11 @@ class Case:
     not_for: tuple[str, ...] = field(default=())
 
 
-def _slot_attribution(name: str, slots: str, count: bool) -> Case:
+def _slot_attribution(name: str, slots: str, count: bool, block_size: int = 16) -> Case:
     types = {"slot_mapping_ptr": slots, "plan_ptr": "*i64", "ring_slots_ptr": "*i64", "stamps_ptr": "*i64"}
     types["counts_ptr"] = "*i32" if count else "*i64"
-    types |= dict.fromkeys(("num_rows", "num_out", "num_slots", "capacity"), "i32")
-    constants = {"BLOCK_SIZE": 16, "STEPS": 11, "COUNT": count, "BLOCK": 256}
+    types |= dict.fromkeys(("num_rows", "num_out", "num_slots", "num_counts", "length"), "i32")
+    constants = {"BLOCK_SIZE": block_size, "COUNT": count, "BLOCK": 256}
     return Case(name, "slot_attribution", "slot_attribution_kernel", types, constants)
 
 
@@ -125,6 +125,7 @@ def _join_lse() -> Case:
 CASES: tuple[Case, ...] = (
     _slot_attribution("slot_attribution int64", "*i64", False),
     _slot_attribution("slot_attribution int32, counted", "*i32", True),
+    _slot_attribution("slot_attribution int64, odd block", "*i64", True, 12),
     _row_scatter("row_scatter 16 bits", "*i16", "*i16"),
     _row_scatter("row_scatter fp32 to bf16, strided, odd width", "*fp32", "*bf16", width=577, column="strided"),
     _row_scatter("row_scatter bf16 to fp16", "*bf16", "*fp16"),

@@ -84,6 +84,7 @@ class ReaderFetch:
     def __init__(self, readers: Sequence[LayerReader], chunk_size: int, executor: Executor) -> None:
         self._readers, self._chunk_size, self._executor = readers, chunk_size, executor
 
+    @torch.inference_mode(False)  # a slice made in inference mode could not be written to by threads that are not in it
     def fetch(self, layer: int, out: torch.Tensor, chunks: int) -> Future[None]:
         """See :class:`LayerFetch`."""
         size = self._chunk_size

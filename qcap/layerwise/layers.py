@@ -112,6 +112,7 @@ class _MemoryFetch:
     def __init__(self, store: MemoryLayers, keys: list[tuple[LayerKey, ...]], executor: Executor | None) -> None:
         self._store, self._keys, self._executor = store, keys, executor
 
+    @torch.inference_mode(False)  # a slice made in inference mode could not be written to by threads that are not in it
     def fetch(self, layer: int, out: torch.Tensor, chunks: int) -> Future[None]:
         keys = self._keys[layer][:chunks]
         size = out.shape[1] // max(chunks, 1)

@@ -247,7 +247,7 @@ class ObstoreBucket:
 
     def stage(self, buffers: Sequence[Buffer]) -> ObstoreStaged:
         views = [memoryview(b) for b in buffers]
-        data, at = memoryview(np.empty(sum(v.nbytes for v in views), dtype=np.uint8)), 0
+        data, at = np.empty(sum(v.nbytes for v in views), dtype=np.uint8).data, 0
         for view in views:  # not `b"".join`, which holds the GIL
             copy_bytes(data[at : at + view.nbytes], view)
             at += view.nbytes

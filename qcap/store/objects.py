@@ -311,7 +311,7 @@ def _manifest_base(geometry: Geometry) -> str:
 def _check_written(staged: Staged, encoded: chunkfile.EncodedChunk, planes: int) -> None:
     """Read a staged object back, a layer at a time, and compare."""
     header = bytearray(len(encoded.header))
-    scratch = memoryview(np.empty(encoded.pieces[0].nbytes * planes, dtype=np.uint8))  # not a bytearray, which is filled under the GIL
+    scratch = np.empty(encoded.pieces[0].nbytes * planes, dtype=np.uint8).data  # not a bytearray, which is filled under the GIL
     reader = staged.open()
     try:
         if reader.nbytes != encoded.nbytes or reader.readinto([memoryview(header)]) != len(header) or header != encoded.header:

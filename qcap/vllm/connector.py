@@ -18,7 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from qcap.attribution import Step
 from qcap.backends import open_backend
-from qcap.config import CaptureConfig
+from qcap.config import CaptureConfig, parse_bool
 from qcap.errors import ConfigError, Unsupported
 from qcap.geometry import dtype_name, parse_dtype
 from qcap.vllm.layouts import CacheGroup, pick_group
@@ -52,7 +52,8 @@ class QcapConnector(KVConnectorBase_V1, SupportsHMA):
         transfer = vllm_config.kv_transfer_config
         if transfer is None:
             raise ConfigError("no kv_transfer_config: build one with qcap.vllm.transfer_config(store_url)")
-        self._config = CaptureConfig.from_extra(transfer.kv_connector_extra_config)
+        self._config = _for_role(CaptureConfig.from_extra(transfer.kv_connector_extra_config), str(transfer.kv_role))
+        self._warned = False
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._engine_id = str(transfer.engine_id)
@@ -94,8 +95,12 @@ class QcapConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """Queries are captured by kernels that full graphs record, so the engine's graph mode is left alone."""
-        return False
+        """Only loads that go layer by layer need Python between layers; queries are captured by kernels that full graphs record.
+
+        Raises:
+            ConfigError: ``qcap.layerwise`` is not true or false.
+        """
+        return parse_bool("qcap.layerwise", extra_config.get("qcap.layerwise") or False)
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
@@ -117,16 +122,23 @@ class QcapConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins (``start_load_kv`` may come after the forward pass)."""
         super().bind_connector_metadata(connector_metadata)
-        if self._worker is not None and isinstance(connector_metadata, QcapMetadata):
-            self._worker.begin(connector_metadata.step)
+        if self._worker is None:
+            return
+        if not isinstance(connector_metadata, QcapMetadata):
+            self._warn_once("no metadata of qcap's in a step (%s): nothing is captured or loaded in it", type(connector_metadata).__name__)
+            self._worker.begin(Step(0))
+            return
+        self._worker.begin(connector_metadata.step)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Fill pages, if this step has loads."""
+        """Fill pages, if this step has loads; with ``qcap.layerwise``, start to."""
         if self._worker is not None:
             self._worker.load()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are whole before the forward pass starts."""
+        """With ``qcap.layerwise``, what is queued on the current stream from here on sees this layer's stored rows."""
+        if self._worker is not None:
+            self._worker.layer_needed(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """A layer has been queued: what it wrote may leave."""
@@ -154,6 +166,11 @@ class QcapConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.close()
         if self._scheduler is not None:
             self._scheduler.close()
+
+    def _warn_once(self, message: str, *args: object) -> None:
+        if not self._warned:
+            self._warned = True
+            logger.warning(message, *args)
 
     def _guarded(self, what: str, nothing: T, call: Callable[[SchedulerSide], T]) -> T:
         """``call`` on the scheduler's half, or ``nothing`` if it is off. An error turns it off for good: the engine goes on without us."""
@@ -213,6 +230,13 @@ def _refuse_parallelism(parallel: Any) -> None:
     for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if int(getattr(parallel, name, 1) or 1) > 1:
             raise ConfigError(f"qcap does not support {name}={getattr(parallel, name)} yet: start the engine without it, or without qcap")
+
+
+def _for_role(config: CaptureConfig, role: str) -> CaptureConfig:
+    """A ``kv_consumer`` stores nothing, a ``kv_producer`` loads nothing."""
+    if role == "kv_consumer":
+        return replace(config, kv=False, query=False)
+    return replace(config, load="off") if role == "kv_producer" else config
 
 
 def _with_safe_loading(config: CaptureConfig, vllm_config: Any, group: CacheGroup, groups: int) -> CaptureConfig:

@@ -42,6 +42,17 @@ def refusal(layer: Any) -> str:
     return ""
 
 
+def why_layers_pass_unseen(vllm_config: Any) -> str:
+    """Why this engine does not run Python, once and in order, before each layer of every forward pass; "" if it does."""
+    mode = getattr(vllm_config.compilation_config, "cudagraph_mode", None)
+    if mode is not None and mode.has_full_cudagraphs():
+        return f"this engine replays graphs of whole forward passes (cudagraph_mode {mode.name}); set it to PIECEWISE"
+    parallel = vllm_config.parallel_config
+    if getattr(parallel, "enable_dbo", False) or getattr(parallel, "ubatch_size", 0) > 1:
+        return "this engine runs micro-batches, on two threads"
+    return ""
+
+
 def engine_ropes() -> list[Any]:
     """The rotary embedding modules of this process (vLLM keeps one of each kind); empty if there are none, or vLLM moved them."""
     rotary_embedding = sys.modules.get("vllm.model_executor.layers.rotary_embedding")  # a model that rotates has imported it

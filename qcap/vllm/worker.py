@@ -6,7 +6,6 @@ import logging
 import os
 import platform
 import weakref
-import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,19 +18,20 @@ from qcap.backends import open_backend
 from qcap.capture import Capture, Feature, HostArena, KVFeature, PageStager, QueryFeature, StreamBudget, StreamingQueryFeature
 from qcap.capture.staging import SLOT_BYTES
 from qcap.config import CaptureConfig
-from qcap.errors import ConfigError, GeometryMismatch, ObjectCorrupt, QcapError, Unsupported
+from qcap.errors import ConfigError, GeometryMismatch, QcapError, Unsupported
 from qcap.geometry import Geometry, Rope, dtype_name, parse_dtype
 from qcap.kinds import CacheKind
 from qcap.rope import rope_from_hf_config
 from qcap.store.metrics import RateLimitedLog
-from qcap.store.tiers import LoadedChunk
+from qcap.store.tiers import Backend, LoadedChunk
 from qcap.tokens import chunk_key
-from qcap.vllm.hooks import QueryHooks, attention_layers, engine_ropes, refusal, slot_mapping_of
+from qcap.vllm.hooks import QueryHooks, attention_layers, engine_ropes, refusal, slot_mapping_of, why_layers_pass_unseen
 from qcap.vllm.layouts import CacheGroup, certify
+from qcap.vllm.loading import LayerLoads, check_edits, check_record, edits_digest, first_to_check, pool_bytes
 
 DEFAULT_RING_BYTES = 512 << 20
-SMALL_STEP_ROWS = 64
-"""Without graphs: a step of at most so many rows leaves the device in one copy, not layer by layer."""
+SMALL_STEP_ROWS = 512
+"""Without graphs: a step of at most so many rows (fewer, if they would take half the ring) leaves in one copy, not layer by layer."""
 
 logger = logging.getLogger("qcap.vllm")
 often = RateLimitedLog(logger)
@@ -63,6 +63,7 @@ class WorkerSide:
         self._arena: HostArena | None = None
         self._layer_index: dict[str, int] = {}
         self._pages: KVFeature | None = None
+        self._layer_loads: LayerLoads | None = None
         self._failed_blocks: set[int] = set()
         self._step: Step | None = None
         self._always_launch = False
@@ -114,6 +115,7 @@ class WorkerSide:
                 if wanted and got is None
             },
         )
+        self._layer_loads = self._make_layer_loads(geometry, backend, device)
         if features:  # every rank checks; the manifest is rank 0's, and writing it again changes nothing
             try:
                 backend.put_manifest(geometry.for_rank(0), [f.kind for f in features], self._engine_info(kv_caches))
@@ -140,7 +142,8 @@ class WorkerSide:
     def memory_report(self) -> dict[str, int]:
         """What qcap holds and has held, in bytes: on the device ``ring_bytes`` (queries) and ``slot_bytes`` (pages on their way), on the
         host ``arena_bytes``, of which ``arena_used`` now and ``arena_high_water`` at most, ``arena_over_budget`` ever taken beyond it, and
-        ``rows_waiting`` now and ``rows_high_water`` at most of rows whose chunk is not full."""
+        ``rows_waiting`` now and ``rows_high_water`` at most of rows whose chunk is not full. With ``qcap.layerwise``, for layers on their
+        way in: ``load_slot_bytes`` on the device, and on the host ``load_arena_bytes``, ``load_arena_used``, ``load_arena_high_water``."""
         arena, query = self._arena, self._query
         report = {
             "ring_bytes": query.on_device_bytes if query is not None else 0,
@@ -152,6 +155,12 @@ class WorkerSide:
             )
         if isinstance(query, StreamingQueryFeature):
             report.update(rows_waiting=query.mover.bytes, rows_high_water=query.mover.high_water)
+        if self._layer_loads is not None:
+            pool = self._layer_loads.arena
+            report.update(
+                load_slot_bytes=self._layer_loads.device_bytes, load_arena_bytes=pool.nbytes, load_arena_used=pool.used,
+                load_arena_high_water=pool.high_water,
+            )  # fmt: skip
         return report
 
     def _log_memory(self, geometry: Geometry) -> None:
@@ -167,6 +176,11 @@ class WorkerSide:
             logger.info(
                 "qcap query ring, resident: %.0f MiB on the device, %d blocks of %d tokens",
                 report["ring_bytes"] / 2**20, query.ring.num_blocks, geometry.block_size,
+            )  # fmt: skip
+        if self._layer_loads is not None:
+            logger.info(
+                "qcap loads layer by layer: %.0f MiB of host memory, %.0f MiB on the device",
+                report["load_arena_bytes"] / 2**20, report["load_slot_bytes"] / 2**20,
             )  # fmt: skip
         logger.info(
             "qcap host memory: %.0f MiB%s", report["arena_bytes"] / 2**20, ", page-locked" if self._arena and self._arena.pinned else ""
@@ -205,11 +219,26 @@ class WorkerSide:
         tokens = self._vllm_config.scheduler_config.max_num_batched_tokens or 8192
         chunks = 2 * -(-tokens // geometry.chunk_size)
         wanted = chunks * sum(geometry.chunk_bytes(kind) for kind in kinds)
-        try:
-            available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (ValueError, OSError):
-            available = 32 << 30
-        return self._config.host_bytes or min(max(wanted, 256 << 20), 8 << 30, max(available // 4, 256 << 20))
+        return self._config.host_bytes or min(max(wanted, 256 << 20), 8 << 30, max(_available_bytes() // 4, 256 << 20))
+
+    def _make_layer_loads(self, geometry: Geometry, backend: Backend, device: torch.device) -> LayerLoads | None:
+        """The pipeline of ``qcap.layerwise``; None if it is not wanted, or cannot be: loads are then whole before the forward pass."""
+        if not self._config.layerwise or self._config.load == "off" or self._pages is None:
+            return None
+        why = why_layers_pass_unseen(self._vllm_config)
+        if why:
+            logger.warning("qcap.layerwise is off, stored KV is loaded whole before a forward pass: %s", why)
+            return None
+        host_bytes = pool_bytes(
+            geometry,
+            cache_tokens=self._group.num_blocks * geometry.block_size,
+            max_seqs=self._vllm_config.scheduler_config.max_num_seqs,
+            max_len=self._vllm_config.model_config.max_model_len,
+            available=_available_bytes(),
+        )
+        return LayerLoads(
+            geometry, backend, self._pages.table, device=device, host_bytes=host_bytes, lowest=self._lowest, whole=self._load_whole
+        )
 
     def _query_feature(
         self, geometry: Geometry, layers: Mapping[str, Any], names: list[str], device: torch.device, stager: PageStager
@@ -250,10 +279,12 @@ class WorkerSide:
     def _streaming(
         self, geometry: Geometry, max_tokens: int, graph_rows: int, plan_blocks: int, padded: int, stager: PageStager
     ) -> StreamingQueryFeature:
-        small = min(graph_rows or SMALL_STEP_ROWS, max(max_tokens, graph_rows))
+        ring_bytes = self._config.ring_bytes or DEFAULT_RING_BYTES
+        row_bytes = geometry.num_layers * geometry.hidden(CacheKind.QUERY) * geometry.torch_dtype.itemsize
+        small = graph_rows or max(1, min(SMALL_STEP_ROWS, max_tokens // 2, ring_bytes // (4 * row_bytes)))
         sizes = {"max_rows": max_tokens, "small_rows": small}
         try:
-            budget = StreamBudget.plan(geometry, **sizes, ring_bytes=self._config.ring_bytes or DEFAULT_RING_BYTES)
+            budget = StreamBudget.plan(geometry, **sizes, ring_bytes=ring_bytes)
         except ConfigError as error:
             if self._config.ring_bytes is not None:
                 raise
@@ -265,6 +296,7 @@ class WorkerSide:
             budget,
             num_kv_blocks=self._group.num_blocks,
             plan_blocks=plan_blocks,
+            plan_requests=max(self._vllm_config.scheduler_config.max_num_seqs, 1) + 64,
             padded_rows=padded,
             stager=stager,
             counters=self.counters,
@@ -314,6 +346,7 @@ class WorkerSide:
 
     def begin(self, step: Step) -> None:
         """Before anything of the step runs on the device."""
+        self._end_loads(lost=True)  # of a step whose end never came
         self._step = step
         capture = self.capture
         if capture is not None:
@@ -321,11 +354,14 @@ class WorkerSide:
                 capture.begin_step(step)
 
     def load(self) -> None:
-        """Fill pages with stored chunks, before the forward pass; what cannot be loaded is reported and recomputed."""
+        """Fill pages with stored chunks, before the forward pass, or start to; what cannot be loaded is reported and recomputed."""
         step = self._step
         if step is None or not step.loads:
             return
         loads, self._step = step.loads, None
+        if self._layer_loads is not None:
+            self._layer_loads.begin(loads)
+            return
         for load in loads:
             loaded: list[LoadedChunk] = []
             problem: Exception | None = None
@@ -338,15 +374,43 @@ class WorkerSide:
                 self._put(load, loaded)
                 self.counters["load.tokens"] += load.end - load.start
             except Exception as error:
-                self.counters["load.failed"] += 1
-                often.error(
-                    "request %s: its KV under salt %r cannot be loaded, tokens %d..%d are computed instead: %s",
-                    load.request_id, load.salt, load.start, load.end, error,
-                )  # fmt: skip
-                blocks = set(load.block_ids[load.start // self._group.block_size :])
-                self._failed_blocks |= blocks
-                if self.capture is not None:
-                    self.capture.mark_invalid(blocks, "load-failed")
+                self._load_failed(load, error)
+
+    def layer_needed(self, name: str) -> None:
+        """Layer ``name`` is about to read its pages."""
+        loads = self._layer_loads
+        if loads is not None and loads.active:
+            index = self._layer_index.get(name)
+            if index is not None:
+                loads.layer(index)
+
+    def _end_loads(self, *, lost: bool = False) -> None:
+        """No page is written any more on behalf of this step; see what became of it. Does nothing the second time."""
+        loads = self._layer_loads
+        if loads is None or not loads.active:
+            return
+        for outcome in loads.end(lost=lost):
+            if outcome.problem is not None:
+                self._load_failed(outcome.load, outcome.problem)
+                continue
+            self.counters["load.tokens"] += outcome.load.end - outcome.load.start
+            self.counters["load.layerwise"] += outcome.layerwise
+        if loads.unseen:
+            logger.warning("qcap.layerwise is off from now on: a forward pass ran without asking for its layers, and was done in vain")
+            self._layer_loads = None
+            loads.close()
+
+    def _load_failed(self, load: LoadRequest, error: Exception) -> None:
+        """The blocks hold garbage: vLLM computes them, and nothing that this step computed on them is stored."""
+        self.counters["load.failed"] += 1
+        often.error(
+            "request %s: its KV under salt %r cannot be loaded, tokens %d..%d are computed instead: %s",
+            load.request_id, load.salt, load.start, load.end, error,
+        )  # fmt: skip
+        blocks = set(load.block_ids[load.start // self._group.block_size :])
+        self._failed_blocks |= blocks
+        if self.capture is not None:
+            self.capture.mark_invalid(blocks, "load-failed")
 
     def _fetch(self, load: LoadRequest) -> list[LoadedChunk]:
         """The load's chunks, all checked before the first page is written."""
@@ -356,20 +420,26 @@ class WorkerSide:
         geometry, size = capture.geometry, capture.geometry.chunk_size
         loaded: list[LoadedChunk] = []
         first = load.start // size
-        before = first - 1 if load.salt and first else first  # an edit's chunks stand together: the one before says whether they do
-        for index in range(before, -(-load.end // size)):
+        for index in range(first_to_check(load, size), -(-load.end // size)):
             chunk = capture.backend.load(chunk_key(CacheKind.KV, geometry, load.digests[index], load.salt))
             if chunk is None:
                 if index < first:
                     continue
                 raise QcapError(f"chunk {index} is no longer in the store")
-            self._check(chunk, geometry, load.token_ids[index * size : (index + 1) * size], index * size)
-            if loaded and chunk.record.edit not in ("", loaded[-1].record.edit):
-                raise ObjectCorrupt(
-                    f"chunk {index} is of an edit that the chunk before it is not of: two were mixed, or one was stored half"
-                )
+            check_record(chunk.record, geometry, load.token_ids[index * size : (index + 1) * size], index * size)
             loaded.append(chunk)
+        check_edits([chunk.record for chunk in loaded])
         return [chunk for chunk in loaded if chunk.record.start >= first * size]
+
+    def _lowest(self, values: list[int]) -> list[int]:
+        """Of each value the least that a tensor-parallel rank has."""
+        if self.capture is None or self.capture.geometry.tp_size == 1:
+            return values
+        from vllm.distributed import get_tp_group
+
+        least = torch.tensor(values, dtype=torch.int64)
+        torch.distributed.all_reduce(least, op=torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
+        return [int(value) for value in least]
 
     def _agree(self, problem: Exception | None, loaded: list[LoadedChunk]) -> None:
         """All tensor-parallel ranks load the same chunks of the same edit, or none does.
@@ -377,17 +447,12 @@ class WorkerSide:
         Raises:
             Exception: this rank's ``problem``, or that another rank had one.
         """
-        if self.capture is not None and self.capture.geometry.tp_size > 1:
-            from vllm.distributed import get_tp_group
-
-            edits = zlib.crc32("\n".join(chunk.record.edit for chunk in loaded).encode())
-            mine = torch.tensor([problem is None, edits, -edits], dtype=torch.int64)
-            torch.distributed.all_reduce(mine, op=torch.distributed.ReduceOp.MIN, group=get_tp_group().cpu_group)
-            good, low, high = (int(v) for v in mine)
-            if problem is None and (not good or low != -high):
-                raise QcapError("another rank cannot load these chunks" if not good else "the ranks' chunks are of different edits")
+        edits = edits_digest([chunk.record for chunk in loaded])
+        good, low, high = self._lowest([problem is None, edits, -edits])
         if problem is not None:
             raise problem
+        if not good or low != -high:
+            raise QcapError("another rank cannot load these chunks" if not good else "the ranks' chunks are of different edits")
 
     def _put(self, load: LoadRequest, loaded: list[LoadedChunk]) -> None:
         assert self.capture is not None and self._pages is not None
@@ -397,16 +462,9 @@ class WorkerSide:
             first, last = max(load.start, start), min(load.end, start + size)
             self._pages.put(load.block_ids[first // n : last // n], chunk.tensor[:, :, first - start : last - start])
 
-    @staticmethod
-    def _check(chunk: LoadedChunk, geometry: Geometry, token_ids: tuple[int, ...], start: int) -> None:
-        record = chunk.record
-        geometry.check_same(record.geometry, "the stored chunk")
-        if record.kind is not CacheKind.KV or record.token_ids != token_ids:
-            raise ObjectCorrupt(f"the object under this key holds other tokens ({record.kind.value} from {record.start})")
-        if record.start != start:
-            raise ObjectCorrupt(f"the object under this key starts at token {record.start}, not {start}")
-        if record.positions != tuple(range(start, start + len(token_ids))):
-            raise Unsupported("its keys keep the positions they had before tokens were dropped; an engine needs them renumbered")
+    def _load_whole(self, load: LoadRequest) -> None:
+        """One request's load, at once, on this rank. Raises what went wrong."""
+        self._put(load, self._fetch(load))
 
     def _on_query(self, layer: int, name: str, query: torch.Tensor, attn_metadata: Any) -> None:
         feature, capture = self._query, self.capture
@@ -432,6 +490,7 @@ class WorkerSide:
 
     def end(self) -> None:
         """The forward pass has been queued."""
+        self._end_loads()
         if self.capture is not None:
             with self.capture.guard("ending a step"):
                 self.capture.end_step()
@@ -452,7 +511,8 @@ class WorkerSide:
                 capture.backend.drain()
 
     def take_failed_blocks(self) -> set[int]:
-        """KV blocks that could not be filled since the last time."""
+        """KV blocks that could not be filled since the last time. vLLM may ask before it says that the forward pass is over."""
+        self._end_loads()
         failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
@@ -460,6 +520,9 @@ class WorkerSide:
         """Unhook, give everything back, wait for the store."""
         if self.hooks is not None:
             self.hooks.remove()
+        loads, self._layer_loads = self._layer_loads, None
+        if loads is not None:
+            loads.close()
         capture, self.capture = self.capture, None
         if capture is not None:
             try:
@@ -468,6 +531,14 @@ class WorkerSide:
                 logger.exception("qcap: closing the capture failed")
             logger.info("qcap: %s", dict(sorted(self.counters.items())))
         self.hooks = self._query = self._pages = None
+
+
+def _available_bytes() -> int:
+    """Host memory that is free now, as far as that can be told."""
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return 32 << 30
 
 
 def certified_rope(config: Any, modules: Sequence[Any]) -> Rope:

@@ -6,6 +6,7 @@ Rows are numbers made from (request, position, layer), so a row that left too ea
 from __future__ import annotations
 
 import random
+from array import array
 from collections import Counter
 
 import pytest
@@ -46,7 +47,8 @@ class Rig:
         limit = step_block_limit(MAX_ROWS, 64, N)
         if streaming:
             self.query: StreamingQueryFeature | QueryFeature = StreamingQueryFeature(
-                self.g, StreamBudget(MAX_ROWS, SMALL, windows, H * 4, L), num_kv_blocks=BLOCKS, plan_blocks=limit, padded_rows=MAX_ROWS + 8,
+                self.g, StreamBudget(MAX_ROWS, SMALL, windows, H * 4, L), num_kv_blocks=BLOCKS, plan_blocks=limit,
+                plan_requests=64, padded_rows=MAX_ROWS + 8,
                 stager=self.stager, counters=self.counters, host_bytes=1 << 30,
             )  # fmt: skip
         else:
@@ -86,7 +88,7 @@ class Rig:
         requests = []
         for uid, start, end in work:
             track = self.tracks.setdefault(uid, RequestTrack(uid, str(uid), ""))
-            track.block_ids[:] = blocks[uid][: -(-end // N)]
+            track.block_ids[:] = array("q", blocks[uid][: -(-end // N)])
             requests.append(RequestStep(uid, str(uid), "", start, end, 0, tuple(track.block_ids), start == 0))
         step = Step(self.number, tuple(requests))
         order = random.Random(self.number).sample(work, len(work))  # rows come in the engine's order, not the scheduler's

@@ -194,16 +194,16 @@ def test_direct_equals_ordinary_for_slots(cuda, monkeypatch):
     if not module._launch._direct:
         pytest.skip("launches as always here")
     for _ in range(80):
-        rows, capacity, size = rng.choice([1, 16, 17, 300]), rng.choice([1, 2, 16, 33]), rng.choice([1, 16])
-        dtype, spare = rng.choice([torch.int64, torch.int32]), rng.choice([0, 1])
+        rows, count, size = rng.choice([1, 16, 17, 300]), rng.choice([1, 2, 16, 33]), rng.choice([1, 16])
+        dtype, spare, room = rng.choice([torch.int64, torch.int32]), rng.choice([0, 1]), rng.choice([0, 3, 16])
         mapping = torch.randint(-3, 40 * size, (rows + spare,), device=cuda).to(dtype)[spare:]
-        plan = torch.zeros(1 + capacity, 4, dtype=torch.int64, device=cuda)
-        plan[0, :2] = torch.tensor([rng.randint(0, capacity), 9])
-        plan[1:, 0], plan[1:, 2], plan[1:, 3] = torch.arange(capacity), size, torch.arange(capacity) * size
+        table = [number for block in range(count) for number in (block, 0, size, block * size)]
+        words = [count, 9, count, 0, *table, *(block << 32 | block for block in range(count))]
+        plan = torch.tensor([0] * spare + words + [0] * room, device=cuda)[spare:]
         results = []
         for way in ("bind", "again", "ordinary"):
             out = [torch.full((n,), -9, dtype=torch.int64, device=cuda) for n in (rows + spare, 64)]
-            out.append(torch.zeros(capacity, dtype=torch.int32, device=cuda))
+            out.append(torch.zeros(count, dtype=torch.int32, device=cuda))
             monkeypatch.setattr(module._launch, "_direct", way != "ordinary")
             slot_attribution(mapping, plan, size, out[0][spare:], *out[1:])
             results.append(torch.cat([tensor.long() for tensor in out]))

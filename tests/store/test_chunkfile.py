@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 import safetensors
@@ -20,6 +21,7 @@ from qcap.store import chunkfile
 from qcap.store.objects import object_path
 from qcap.store.urls import open_tier
 from qcap.store.verify import verify_tier
+from qcap.tokens import chain_digest
 
 GOOD = bytes(chunkfile.encode(*chunk(3, salt="s", tags=(("lora", "x"),))))
 MALFORMED = list(malformed(GOOD))
@@ -144,9 +146,91 @@ def test_encode_refuses_what_it_cannot_write() -> None:
             chunkfile.encode(record, bad)
     with pytest.raises(TokenError, match="digest"):
         chunkfile.encode(dataclasses.replace(record, token_ids=(1,) * 16), tensor)
-    for spoiled in (dataclasses.replace(record, positions=(-1,) * 16), dataclasses.replace(record, start=-4)):
+    rope = dataclasses.replace(SMALL.rope, theta="big")
+    for changes in (
+        {"positions": (-1,) * 16}, {"positions": (2**32,) * 16}, {"start": -4}, {"start": True}, {"edit": 7}, {"edit": "\ud800"},
+        {"tags": (("a", 1),)}, {"tags": (("a", "b", "c"),)}, {"geometry": geometry(softcap="x")}, {"geometry": geometry(rope=rope)},
+    ):  # fmt: skip
         with pytest.raises(TokenError, match="cannot be stored"):
-            chunkfile.encode(spoiled, tensor)
+            chunkfile.encode(dataclasses.replace(record, **changes), tensor)
+    short = dataclasses.replace(record, parent="00", digest=chain_digest("00", record.token_ids))
+    with pytest.raises(TokenError, match="cannot be stored"):
+        chunkfile.encode(short, tensor)
+    with pytest.raises(TokenError, match="holds NUL"):
+        chunkfile.encode(dataclasses.replace(record, geometry=geometry(model="a\0")), tensor)
+
+
+def test_encode_refuses_a_header_longer_than_a_reader_takes(monkeypatch) -> None:
+    record, tensor = chunk(1, edit="e" * 5000)
+    monkeypatch.setattr(chunkfile, "MAX_HEADER_BYTES", 5000)
+    with pytest.raises(TokenError, match="more than the 5000"):
+        chunkfile.encode(record, tensor)
+
+
+FIELDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "salt": st.text(max_size=9),
+        "edit": st.text() | st.integers(),
+        "tags": st.lists(st.tuples(st.text(), st.text() | st.integers()), max_size=3).map(tuple),
+        "start": st.integers(-1, 2**40),
+        "positions": st.lists(st.integers(-1, 2**32), min_size=16, max_size=16).map(tuple),
+    },
+)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(FIELDS)
+def test_what_is_written_can_be_read(fields: dict) -> None:
+    """``encode`` does not read its header back: it must refuse all that ``read_header`` would."""
+    record, tensor = chunk(1)
+    try:
+        record = dataclasses.replace(record, **fields)
+        data = bytes(chunkfile.encode(record, tensor))
+    except TokenError:
+        return
+    read = chunkfile.read_header(data).record
+    assert read == dataclasses.replace(record, tags=tuple(sorted(record.tags)))
+
+
+def test_the_header_is_compact_json_padded_with_spaces() -> None:
+    for layers in (1, 12):
+        record, tensor = chunk(1, geo=geometry(layer_names=SMALL.layer_names[:layers], model='q"é'), edit='{"name":"é"}')
+        header = chunkfile.encode(record, tensor).header
+        text = header[8:].decode().rstrip(" ")
+        assert text == json.dumps(json.loads(text), separators=(",", ":")) and len(header) % 64 == 0 and len(header) - 8 - len(text) < 64
+
+
+def test_each_chunk_has_its_own_geometry() -> None:
+    """The last geometry's text is kept, by identity."""
+    other = geometry(scale=0.5)
+    for geo in (SMALL, other, SMALL, other):
+        assert chunkfile.read_header(bytes(chunkfile.encode(*chunk(1, geo=geo)))).record.geometry == geo
+    other.rope.params["factor"] = 4.0
+    try:
+        assert chunkfile.read_header(bytes(chunkfile.encode(*chunk(1, geo=other)))).record.geometry.rope.params == {"factor": 4.0}
+    finally:
+        other.rope.params["factor"] = 2.0
+
+
+def test_reading_is_not_led_astray_by_a_default_device() -> None:
+    """An engine sets one while it builds its model."""
+    record, tensor = chunk(1)
+    data = bytes(chunkfile.encode(record, tensor))
+    with torch.device("meta"):
+        loaded = chunkfile.decode(data)
+        layer = chunkfile.empty_layer(chunkfile.read_header(data))
+    assert equal_bits(loaded.tensor, tensor) and loaded.tensor.is_contiguous()
+    assert layer.device.type == "cpu" and layer.shape == tensor[:, 0].shape and layer.dtype == tensor.dtype
+
+
+def test_pieces_of_a_slot_of_a_larger_arena() -> None:
+    record, tensor = chunk(1)
+    arena = torch.zeros((12, 3, 2, 16, 16), dtype=tensor.dtype)
+    slot = arena[:, 1].transpose(0, 1)
+    slot.copy_(tensor)
+    assert not slot.is_contiguous()
+    assert bytes(chunkfile.encode(record, slot)) == bytes(chunkfile.encode(record, tensor))
 
 
 def test_key_fields_stay_readable_in_the_header() -> None:

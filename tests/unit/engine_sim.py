@@ -32,6 +32,7 @@ from qcap.store.tiers import SequenceRecord, StoreOutcome
 from qcap.tokens import ChunkedTokenDatabase, ChunkRecord, chunk_key
 from qcap.vllm import worker as worker_module
 from qcap.vllm.layouts import CacheGroup
+from qcap.vllm.loading import LayerLoads
 from qcap.vllm.scheduler import KeyParts, SchedulerSide
 from qcap.vllm.worker import WorkerSide
 
@@ -165,6 +166,10 @@ class RecordingBackend:
         found = self.objects.get(key)
         return None if found is None else SimpleNamespace(record=found[0], tensor=found[1].clone())
 
+    def open_layers(self, key: Any) -> Any:
+        found = self.objects.get(key)
+        return None if found is None else RecordedLayers(*found)
+
     def sequences(self, model: str | None = None) -> list[SequenceRecord]:
         return list(self.receipts)
 
@@ -182,11 +187,24 @@ class RecordingBackend:
         self._thread.join(20)
 
 
+class RecordedLayers:
+    """One object of a recording backend, to be read layer by layer; from layer ``dies_at`` on the store has gone away."""
+
+    def __init__(self, record: ChunkRecord, tensor: torch.Tensor, dies_at: int | None = None) -> None:
+        self.record, self._tensor, self.dies_at = record, tensor, dies_at
+
+    def read(self, layer: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        if self.dies_at is not None and layer >= self.dies_at:
+            raise OSError("the store has gone away")
+        return self._tensor[:, layer].clone() if out is None else out.copy_(self._tensor[:, layer])
+
+
 class FlakyLoads:
-    """A backend whose loads fail now and then: an error, or the object is gone."""
+    """A backend whose loads fail now and then: an error, or the object is gone; layer by layer, at any layer."""
 
     def __init__(self, inner: Any, rng: random.Random, rate: float) -> None:
         self._inner, self._rng, self._rate = inner, rng, rate
+        self._opened: Counter[Any] = Counter()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -197,6 +215,19 @@ class FlakyLoads:
                 return None
             raise OSError("the store has gone away")
         return self._inner.load(key)
+
+    def open_layers(self, key: Any) -> Any:
+        self._opened[key] += 1  # several threads open, in any order: what happens must not depend on it
+        rng = random.Random(f"{key.digest} {key.salt} {self._opened[key]}")
+        if rng.random() >= self._rate:
+            return self._inner.open_layers(key)
+        what, found = rng.choice(["gone", "away", "dies", "dies"]), self._inner.open_layers(key)
+        if what == "away":
+            raise OSError("the store has gone away")
+        if what == "dies" and found is not None:
+            found.dies_at = rng.randrange(L)
+            return found
+        return None
 
 
 class PoisonedArena(HostArena):
@@ -357,6 +388,8 @@ class Options:
     arena_bytes: int = 1 << 20
     load: str = "off"
     load_failures: float = 0.0
+    layerwise: bool = False
+    load_bytes: int = 8192  # host memory for layers on their way in: some loads get two layers, some one, some none
     aborts: float = 0.0
     resets: float = 0.0
     lost_ends: float = 0.0
@@ -432,7 +465,8 @@ class Sim:
         if self.streaming:
             budget = StreamBudget(o.budget, o.small_rows, o.windows, H * 4, L)
             self.query: Any = StreamingQueryFeature(
-                g, budget, num_kv_blocks=o.num_blocks, plan_blocks=limit, padded_rows=o.budget + 8, stager=stager, counters=self.counters,
+                g, budget, num_kv_blocks=o.num_blocks, plan_blocks=limit, plan_requests=o.max_running + 4,
+                padded_rows=o.budget + 8, stager=stager, counters=self.counters,
                 host_bytes=o.arena_bytes, debug=not (o.dropped_rows or o.lost_ends or o.redone_steps),
             )  # fmt: skip
             for buffer in (*self.query.windows, self.query.resident):
@@ -454,6 +488,13 @@ class Sim:
         )
         self.capture = self.worker.capture
         self.worker._query, self.worker._pages, self.worker._always_launch = self.query, self.kv, o.always_launch
+        if o.layerwise:
+            self.worker._layer_index = {name: i for i, name in enumerate(NAMES)}
+            loads = self.worker._layer_loads = LayerLoads(
+                g, self.backend, self.kv.table, device=torch.device("cpu"), host_bytes=o.load_bytes, lowest=self.worker._lowest,
+                whole=self.worker._load_whole,
+            )  # fmt: skip
+            loads.arena = PoisonedArena(o.load_bytes, pinned=False, waits=False)
 
     def _make_scheduler(self) -> None:
         o = self.o
@@ -649,6 +690,9 @@ class Sim:
     def _run_begin(self, out: Any) -> None:
         self.worker.begin(out.step)
         self.worker.load()
+        if self.o.layerwise:
+            self._run_layerwise(out)
+            return
         for load in out.step.loads:
             if self.worker._failed_blocks.intersection(load.block_ids):
                 out.by_id[load.request_id].load_failed = True
@@ -658,6 +702,35 @@ class Sim:
                 self.tags[block * N + position % N] = self._read_tag(block, position, load)
         out.failed = set(self.worker._failed_blocks)
         self._forward(out)
+
+    def _run_layerwise(self, out: Any) -> None:
+        """What a load is going to bring is known from the store; what it brought is looked at when the forward pass is over."""
+        entries = list(self.worker._layer_loads._entries)
+        assert [entry.load for entry in entries] == list(out.step.loads)
+        good, out.failed = [], set()
+        for entry in entries:
+            dies = entry.job is not None and any(reader._reader.dies_at is not None for reader in entry.readers)
+            self.events["loads_that_die"] += dies and entry.problem is None
+            self.events["loads_whole"] += entry.job is None and entry.problem is None
+            bad, load = dies or entry.problem is not None, entry.load
+            if bad:
+                out.failed.update(load.block_ids[load.start // N :])
+            else:
+                good.append(load)
+            request = out.by_id[load.request_id]
+            hashes = prefix_hashes(request.all_token_ids[: load.end], request.salt)
+            for p in range(load.start, load.end):
+                self.tags[load.block_ids[p // N] * N + p % N] = self._new_garbage() if bad else hashes[p]
+        for load in out.step.loads:
+            if out.failed.intersection(load.block_ids):
+                out.by_id[load.request_id].load_failed = True
+        self._forward(out)
+        for load in good:
+            wanted = np.array(prefix_hashes(list(load.token_ids[: load.end]), load.salt)[load.start :])
+            blocks = list(load.block_ids[load.start // N :])
+            for layer in range(L):
+                for plane in range(2):
+                    assert torch.equal(self.pages[layer][blocks, plane].reshape(-1, H), values(wanted, layer, plane)), load
 
     def _read_tag(self, block: int, position: int, load: Any) -> int:
         request = next(r for r in self.running if r.request_id == load.request_id)
@@ -722,6 +795,8 @@ class Sim:
         extra_rows = self.rng.choice([0, 0, 2])  # graph padding: query rows past the mapping
         graph = self.rng.random() < 0.3
         for layer in range(L):
+            if self.o.layerwise:
+                self.worker.layer_needed(NAMES[layer])
             if len(batch):
                 self.pages[layer][blocks, 0, offsets] = values(hashes, layer, 0).view(-1, HEADS, D)
                 self.pages[layer][blocks, 1, offsets] = values(hashes, layer, 1).view(-1, HEADS, D)
@@ -730,6 +805,8 @@ class Sim:
             query = fused[:, :H].view(-1, HEADS, D)
             if len(query):
                 self.worker._on_query(layer, NAMES[layer], query, mapping)
+            if self.o.layerwise:
+                self.worker.layer_done(NAMES[layer])
         if graph and self.query in self.capture.features and not (self.streaming and self.query._large):
             self.query._calls = 0  # a replayed graph: the kernels ran, Python did not
 
@@ -746,6 +823,7 @@ class Sim:
             if not lost:
                 self.worker.end()
             out.invalid = self.worker.take_failed_blocks()
+            assert not self.o.layerwise or out.invalid == out.failed, "not the blocks of the loads that failed"
             self.worker.settle()
         dropped = {(id(r), p) for r, p in out.dropped}
         bad = {r.uid for r in out.step.requests if out.invalid.intersection(r.block_ids)} if out.invalid else set()
@@ -1052,8 +1130,16 @@ class Sim:
         assert self.counters["query.debug.rows_off"] == 0
         assert self.arena.outstanding == 0, f"{self.arena.outstanding} host buffers never came back"
         assert not self.scheduler._followed and not self.scheduler._load_failed
+        if self.o.layerwise:
+            loads = self.worker._layer_loads
+            assert not loads.active
+            loads._readers.shutdown()
+            assert loads.arena.outstanding == 0, "host memory of a load never came back"
+            self.events["loads_layerwise"] += self.counters["load.layerwise"]
 
     def close(self) -> None:
+        if self.worker._layer_loads is not None:
+            self.worker._layer_loads.close()
         self.worker.capture = None
         self.store.close()
 

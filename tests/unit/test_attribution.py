@@ -408,7 +408,7 @@ def test_between_steps_the_plan_is_empty():  # R37: dummy runs with slots that l
     before = [layer.clone() for layer in rig.ring.layers]
     rig.launch([(4 + i, 9, i, 3) for i in range(8)])
     assert all(torch.equal(x, y) for x, y in zip(before, rig.ring.layers, strict=True))
-    assert int(rig.feature._plan.device[0, 0]) == 0
+    assert int(rig.feature._plan.device[0]) == 0
     rig.run(request(1, 6, 8, [1, 2], admitted=False))
     rig.exact(1, 8, [0])
 

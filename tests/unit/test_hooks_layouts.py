@@ -514,9 +514,9 @@ def test_start_with_two_layers(engine):  # C6 C7 C9 C12 C14 C15 C16
     g = worker.capture.geometry
     assert (g.num_q_heads, g.num_kv_heads, g.head_size, g.dtype, g.block_size, g.chunk_size) == (4, H, D, "float32", N, 8)
     assert g.layer_names == (name(0), name(1)) and g.scale == 0.25
-    budget = worker._query.budget  # without graphs, and with steps of 32 tokens, every step is small
-    assert (budget.max_rows, budget.small_rows, budget.windows, budget.row_bytes, budget.num_layers) == (32, 32, 0, 4 * D * 4, 2)
-    assert worker._query.resident.shape == (64, 2, 4 * D) and worker._query.resident.device.type == "cpu"
+    budget = worker._query.budget  # without graphs: half of the largest step is small
+    assert (budget.max_rows, budget.small_rows, budget.windows, budget.row_bytes, budget.num_layers) == (32, 16, 2, 4 * D * 4, 2)
+    assert worker._query.resident.shape == (32, 2, 4 * D) and worker._query.resident.device.type == "cpu"
     assert worker.hooks.hooked == [name(0), name(1)]
     assert worker.capture.backend.manifests("fake")[0][0] == g
 
@@ -555,7 +555,7 @@ def test_the_ring_is_budgeted_before_it_is_allocated(engine, caplog):  # P17: sa
     with pytest.raises(ConfigError, match=r"qcap\.q\.ring_bytes is 0 MiB.*Raise"):
         engine(store="memory://budget", extra={"qcap.q.ring_bytes": 1000}).start()
     row = 4 * D * 4
-    needed = 2 * 64 * 2 * row + 2 * 8192 * row  # two small steps of two layers, a window for each of the two layers
+    needed = 2 * 512 * 2 * row + 2 * 8192 * row  # two small steps of two layers, a window for each of the two layers
     with caplog.at_level(logging.INFO, logger="qcap.vllm"):
         e = engine(store="memory://budget3", max_num_batched_tokens=8192, extra={"qcap.q.ring_bytes": 2 * needed}).start()
     query = e.worker._query

@@ -284,3 +284,113 @@ def separate_processes(p: dict[str, Any]) -> dict[str, Any]:
         "skipped": receipt.skipped,
         "whole": receipt.whole,
     }
+
+
+def layerwise(p: dict[str, Any]) -> dict[str, Any]:
+    """All of ``p["prompts"]`` at once, cold, then again in every way in which their stored KV can be loaded layer by layer."""
+    from pathlib import Path
+
+    import qcap.vllm
+    from qcap.kinds import CacheKind
+    from qcap.store.engine import StoreEngine
+    from qcap.tokens import ChunkedTokenDatabase, chunk_key
+    from qcap.vllm import scheduler
+
+    llm = build(p)
+    side = worker_of(llm)
+    prompts, n, size = p["prompts"], p["n"], p["qcap"]["chunk_size"]
+    found: dict[str, Any] = {"rounds": {}, "graphs": str(side._vllm_config.compilation_config.cudagraph_mode)}
+    calls: list[str] = []
+    asked = type(side).layer_needed
+    type(side).layer_needed = lambda self, name: (calls.append(name), asked(self, name))[1]  # type: ignore[method-assign]
+
+    def again(name: str, salt: str = "") -> None:
+        before, steps = dict(side.counters), len(calls)
+        outputs = generate(llm, [{"ids": ids, "n": n, "salt": salt} for ids in prompts])
+        receipt = qcap.vllm.receipt(outputs)
+        counters = {key: value - before.get(key, 0) for key, value in side.counters.items() if value != before.get(key, 0)}
+        found["rounds"][name] = {
+            "outputs": told(outputs), "counters": counters, "skipped": receipt.skipped, "layers_asked": len(calls) - steps,
+        }  # fmt: skip
+
+    again("cold")
+    again("loaded")
+    real_read, real_open = StoreEngine.read_layer, StoreEngine.open_layers
+
+    def slow(real: Any) -> Any:
+        return lambda *args, **kwargs: (time.sleep(p["slow_s"]), real(*args, **kwargs))[1]
+
+    StoreEngine.read_layer, StoreEngine.open_layers = slow(real_read), slow(real_open)  # type: ignore[method-assign]
+    if "slow" in p["ways"]:
+        again("slow")
+    StoreEngine.open_layers = real_open  # type: ignore[method-assign]
+
+    geometry = side.capture.geometry
+    dying = {chunk.digest for i in p["dying"] for chunk in ChunkedTokenDatabase(size).chunks(prompts[i])}
+
+    def dies(self: Any, key: Any, header: Any, layer: int, out: Any) -> None:
+        if key.digest in dying and layer >= p["dies_at"]:
+            raise OSError("the store has gone away")
+        real_read(self, key, header, layer, out)
+
+    if "dying" in p["ways"]:
+        StoreEngine.read_layer = dies  # type: ignore[method-assign]
+        again("dying")
+    StoreEngine.read_layer = real_read  # type: ignore[method-assign]
+    again("not offered for a while")
+    scheduler.RETRY_LOAD_S = 0.0
+    if "damaged" in p["ways"]:
+        chunks = ChunkedTokenDatabase(size).chunks(prompts[p["damaged"]])
+        key = chunk_key(CacheKind.KV, geometry, chunks[len(chunks) // 2].digest)
+        path = Path(p["store"].removeprefix("file://")) / "objects" / key.fingerprint()[:2] / f"{key.fingerprint()}.safetensors"
+        good = path.read_bytes()
+        layer = geometry.chunk_bytes(CacheKind.KV) // geometry.num_layers
+        at = len(good) - layer * (geometry.num_layers - 1) - layer // 2  # in the middle of layer 1
+        path.write_bytes(good[:at] + bytes([good[at] ^ 255]) + good[at + 1 :])
+        again("damaged")
+        path.write_bytes(good)
+    again("recovered")
+    loads = side._layer_loads
+    found["pool_out"], found["pool"] = _settled(loads.arena), loads.arena.nbytes
+    found["state"] = state(llm)
+    close(llm)
+    return found
+
+
+def consumer(p: dict[str, Any]) -> dict[str, Any]:
+    """An engine with the role ``kv_consumer``: what it serves from the store, and what it stores; and a step without metadata."""
+    import logging
+
+    import qcap.vllm
+    from qcap.store.engine import StoreEngine
+    from qcap.testing.engine import build_llm
+    from qcap.vllm.connector import QcapConnector
+
+    stores: list[Any] = []
+    real = StoreEngine.store
+    StoreEngine.store = lambda self, *args, **kw: (stores.append(args), real(self, *args, **kw))[1]  # type: ignore[method-assign]
+    config = qcap.vllm.transfer_config(p["store"], **p["qcap"])
+    config.kv_role = "kv_consumer"
+    llm = build_llm(p["model"], kv_transfer_config=config, **p["engine"])
+    side = worker_of(llm)
+    outputs = generate(llm, [{"ids": ids, "n": p["n"]} for ids in p["prompts"]])
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("qcap.vllm").addHandler(handler)
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    connector = get_kv_transfer_group()
+    for _ in range(3):
+        connector.bind_connector_metadata(None)
+        connector.start_load_kv(None)
+        connector.wait_for_layer_load(p["layer"])
+        connector.wait_for_save()
+    needs = QcapConnector.requires_piecewise_for_cudagraph
+    found = {
+        "outputs": told(outputs), "counters": dict(side.counters), "stores": len(stores), "warnings": lines,
+        "features": len(side.capture.features),
+        "piecewise": [needs(extra) for extra in ({}, {"qcap.layerwise": True}, {"qcap.layerwise": "TRUE"}, {"qcap.layerwise": "off"})],
+    }  # fmt: skip
+    close(llm)
+    return found

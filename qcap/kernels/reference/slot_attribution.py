@@ -15,21 +15,28 @@ def slot_attribution(
 ) -> None:
     """Where each row goes in the ring, by its KV slot; -1 for a row that is not wanted. Stamps the slots that are."""
     ring_slots.fill_(-1)
-    count, step = plan[0, :2].tolist()
-    count = min(max(count, 0), plan.shape[0] - 1)
-    if count == 0:
+    count, step, requests, base = plan[:4].tolist()
+    keys_at = 4 + 4 * requests
+    if count <= 0 or requests <= 0 or keys_at + count > plan.numel():
         return
-    entries = plan[1 : 1 + count]
     slots = slot_mapping.to(torch.int64)
     blocks = torch.div(slots, block_size, rounding_mode="floor")
-    offsets = slots - blocks * block_size
-    place = torch.searchsorted(entries[:, 0].contiguous(), blocks).clamp_max_(count - 1)
-    block, first, last, base = entries.index_select(0, place).unbind(1)
-    target = base + offsets
-    wanted = (slots >= 0) & (block == blocks) & (first <= offsets) & (offsets < last) & (target >= 0) & (target < stamps.numel())
+    keys = plan[keys_at : keys_at + count]
+    ids = keys >> 32
+    index = torch.searchsorted(ids, blocks).clamp_max_(count - 1)
+    place = keys.index_select(0, index) & 0xFFFFFFFF
+    table = plan[4:keys_at].view(requests, 4)
+    request = torch.searchsorted(table[:, 0].contiguous(), place, right=True).sub_(1).clamp_min_(0)
+    first_place, start, end, first_row = table.index_select(0, request).unbind(1)
+    blocks_before = torch.div(start, block_size, rounding_mode="floor") + place - first_place
+    position = blocks_before * block_size + slots - blocks * block_size
+    target = base + first_row + position - start
+    wanted = (slots >= 0) & (ids.index_select(0, index) == blocks) & (place < count) & (first_place <= place)
+    wanted &= (start <= position) & (position < end) & (target >= 0) & (target < stamps.numel())
     rows = wanted.nonzero().squeeze(1)  # once: each boolean index would look for them again
     hit = target.index_select(0, rows)
     ring_slots.index_copy_(0, rows, hit)
     stamps.index_fill_(0, hit, step)
     if counts is not None:
-        counts += torch.bincount(place.index_select(0, rows), minlength=counts.numel()).to(counts.dtype)
+        per_request = torch.bincount(request.index_select(0, rows), minlength=counts.numel())
+        counts += per_request[: counts.numel()].to(counts.dtype)

@@ -1,0 +1,281 @@
+"""The streaming ring's books and budget, by hand: whose rows are whose, what moves, what is let go."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from qcap.attribution import LoadRequest, RequestStep, Step, flatten
+from qcap.capture import HostArena, StreamBudget
+from qcap.capture.step_rows import Keep, Mover, Piece, Place, StepRecord, StepRows, assemble, wrong_stamps
+from qcap.capture.stream_ledger import StreamLedger
+from qcap.errors import ConfigError, Unsupported
+from qcap.geometry import Geometry, Rope
+
+N, CH, L, H = 4, 8, 2, 3
+
+
+def request(uid, start, end, blocks, *, first=0, admitted=None, skip=""):
+    return RequestStep(uid, f"r{uid}", "", start, end, first, array("q", blocks), start == 0 if admitted is None else admitted, skip)
+
+
+class Rig:
+    """A ledger whose steps' rows hold (uid, position, step)."""
+
+    def __init__(self):
+        self.skipped = []
+        self.ledger = StreamLedger(N, CH, 100, lambda *a: self.skipped.append(a))
+        self.number = 0
+        self.out = 0  # sources that nobody has given back
+
+    def rows(self, requests):
+        values = [(r.uid, p, self.number) for r in requests if not r.skip for p in range(r.start, r.end)]
+        self.out += 1
+        rows = torch.tensor(values, dtype=torch.float32).reshape(-1, 1, 3).expand(-1, L, 3).contiguous()
+
+        def back(_):
+            self.out -= 1
+
+        return StepRows(self.number, rows, torch.full((len(values),), self.number), back)
+
+    def begin(self, *requests, **more):
+        self.number += 1
+        step = Step(self.number, tuple(requests), **more)
+        self.ledger.plan(step, np.zeros(1000, dtype=np.int64))
+        source = self.rows(requests)
+        self.ledger.open(step, source)
+        return source
+
+    def run(self, *requests, invalid=(), **more):
+        source = self.begin(*requests, **more)
+        record = self.ledger.commit(invalid)
+        source.drop()
+        return record
+
+    def take(self, uid, final):
+        """Chunk -> its rows ``[CH, 3]`` (uid, position, step)."""
+        found = {}
+        for chunk in self.ledger.complete(uid, final):
+            host = torch.full((1, L, CH, H), -7.0)
+            assert wrong_stamps(chunk.pieces) == 0
+            assemble(chunk.pieces, host)
+            assert torch.equal(host[0, 0], host[0, 1])
+            found[chunk.index] = host[0, 0].int().tolist()
+            self.ledger.release_chunk(uid, chunk.index)
+            for piece in chunk.pieces:
+                piece.drop()
+        return found
+
+
+def rows_of(uid, span, step):
+    return [[uid, p, step] for p in span]
+
+
+# ---- the plan ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_names_requests_and_blocks():  # A2 A3 A5
+    ledger = StreamLedger(N, CH, 100, lambda *a: None)
+    out = np.full(60, -1, dtype=np.int64)
+    step = Step(1, (request(1, 0, 6, [9, 4]), request(2, 5, 6, [7, 3]), request(3, 0, 8, [1, 2], skip="lora"), request(4, 4, 4, [5])))
+    assert ledger.plan(step, out) == (2, 3, 7)
+    assert out[:8].reshape(2, 4).tolist() == [[0, 0, 6, 0], [2, 5, 6, 6]]
+    assert [(k >> 32, k & 0xFFFFFFFF) for k in out[8:11].tolist()] == [(3, 2), (4, 1), (9, 0)]
+    assert out[11] == -1
+
+
+def test_the_flat_form_of_a_step_is_what_its_requests_say():
+    requests = (request(1, 0, 6, [9, 4]), request(2, 5, 6, [7, 3]), request(3, 0, 8, [1, 2], skip="lora"), request(4, 9, 9, [5]))
+    flat = flatten(requests, N)
+    assert (flat.start.tolist(), flat.end.tolist(), flat.block_ids.tolist()) == ([0, 5], [6, 6], [9, 4, 3])
+    assert [len(a) for a in (flatten((), N).start, flatten((), N).block_ids)] == [0, 0]
+
+
+def test_a_block_table_that_does_not_fit_the_step_is_refused():  # A13
+    ledger = StreamLedger(N, CH, 100, lambda *a: None)
+    with pytest.raises(Unsupported, match="2 KV blocks and name 1"):
+        ledger.plan(Step(1, (request(1, 0, 6, [9]),)), np.zeros(100, dtype=np.int64))
+
+
+def test_a_plan_that_does_not_fit_writes_nothing():
+    ledger, out = StreamLedger(N, CH, 100, lambda *a: None), np.full(5, -1, dtype=np.int64)
+    assert ledger.plan(Step(1, (request(1, 0, 8, [1, 2]),)), out) == (1, 2, 8)
+    assert out.tolist() == [-1] * 5
+
+
+# ---- chunks -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_chunk_of_several_steps_comes_in_token_order():  # A29
+    rig = Rig()
+    rig.run(request(1, 0, 5, [1, 2]), request(2, 0, 8, [3, 4]))
+    assert rig.take(1, 5) == {} and rig.take(2, 8) == {0: rows_of(2, range(8), 1)}
+    rig.run(request(1, 5, 6, [1, 2]))
+    rig.run(request(1, 6, 9, [1, 2, 5]))
+    assert rig.take(1, 9) == {0: rows_of(1, range(5), 1) + rows_of(1, [5], 2) + rows_of(1, [6, 7], 3)}
+    rig.ledger.release(1)
+    rig.ledger.release(2)
+    assert rig.out == 0
+
+
+def test_rows_computed_anew_count():  # A30
+    rig = Rig()
+    rig.run(request(1, 0, 6, [1, 2]))
+    rig.run(request(1, 2, 8, [3, 4], admitted=True))
+    assert rig.take(1, 8) == {0: rows_of(1, [0, 1], 1) + rows_of(1, range(2, 8), 2)}
+
+
+def test_rows_of_bad_data_count_as_missing_until_they_come_again():
+    rig = Rig()
+    rig.run(request(1, 0, 4, [1]))
+    rig.run(request(1, 2, 8, [1, 2]), request(2, 0, 8, [3, 4]), invalid=[1])
+    assert rig.take(1, 8) == {} and rig.take(2, 8) == {0: rows_of(2, range(8), 2)}
+    rig.run(request(1, 2, 8, [1, 2]))
+    assert rig.take(1, 8) == {0: rows_of(1, [0, 1], 1) + rows_of(1, range(2, 8), 3)}
+
+
+def test_a_step_that_never_ends_takes_away_what_it_wrote_over():  # C35 W5
+    rig = Rig()
+    rig.run(request(1, 0, 6, [1, 2]))
+    lost = rig.begin(request(1, 4, 8, [1, 2]))
+    lost.drop()
+    rig.run(request(2, 0, 1, [5]))
+    assert rig.take(1, 8) == {}
+    rig.run(request(1, 4, 8, [1, 2]))
+    assert rig.take(1, 8) == {0: rows_of(1, range(4), 1) + rows_of(1, range(4, 8), 4)}
+    rig.ledger.release_all()
+    assert rig.out == 0
+
+
+# ---- shared prefixes --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("owner_first", [True, False])
+def test_a_block_that_another_request_computes_in_this_very_step(owner_first):  # A26
+    rig = Rig()
+    a, b = request(1, 0, 5, [1, 2]), request(2, 4, 8, [1, 3], admitted=True)
+    rig.run(*([a, b] if owner_first else [b, a]))
+    assert rig.take(2, 8) == {0: rows_of(1, range(4), 1) + rows_of(2, range(4, 8), 1)}
+
+
+def test_a_shared_block_outlives_its_owner_and_the_move_out_of_the_arena():
+    rig, arena = Rig(), HostArena(1 << 16, pinned=False, waits=False)
+    mover = Mover(arena)
+    source = rig.begin(request(1, 0, 9, [1, 2, 5]), request(2, 4, 6, [1, 3], admitted=True))
+    record = rig.ledger.commit()
+    assert sorted(rig.take(1, 9)) == [0]  # its owner's chunk is whole, and gone from the books
+    mover.move(record, source, rig.ledger.needed(record))
+    source.drop()
+    mover.close()
+    assert rig.out == 0 and mover.bytes > 0
+    rig.ledger.release(1)
+    rig.run(request(2, 6, 8, [1, 3]))
+    assert rig.take(2, 8) == {0: rows_of(1, range(4), 1) + rows_of(2, [4, 5], 1) + rows_of(2, [6, 7], 2)}
+    rig.ledger.release(2)
+    assert rig.out == 0 and mover.bytes == 0
+
+
+@pytest.mark.parametrize("how", ["preempted", "resampled", "readmitted"])
+def test_a_block_of_a_request_that_started_over_is_nobodys(how):
+    """Its rows may be other tokens' by now, while the block, still in the engine's prefix cache, holds the old ones."""
+    rig = Rig()
+    rig.run(request(1, 0, 6, [1, 2]))
+    more = {} if how == "readmitted" else {how: (1,)}
+    if more:
+        rig.run(**more)
+    rig.run(request(1, 0, 6, [6, 7], admitted=True))  # other tokens at the same positions, in other blocks
+    rig.run(request(2, 4, 8, [1, 3], admitted=True))  # a prefix hit on the old block
+    assert rig.take(2, 8) == {}
+
+
+@pytest.mark.parametrize("writer", ["load", "engine", "skipped request", "another request"])
+def test_a_block_that_something_else_has_written_is_nobodys(writer):
+    rig = Rig()
+    rig.run(request(1, 0, 5, [1, 2]))
+    load = LoadRequest(9, "r9", "", 0, 4, (1,), ("d",), (1, 2, 3, 4))
+    if writer == "another request":
+        rig.run(request(3, 4, 8, [8, 1], admitted=True))
+    else:
+        more = {"load": {"loads": (load,)}, "engine": {"overwritten": (1,)}, "skipped request": {}}[writer]
+        rig.run(*([request(3, 0, 4, [1], skip="lora")] if writer == "skipped request" else []), **more)
+    rig.run(request(2, 4, 8, [1, 3], admitted=True))
+    assert rig.take(2, 8) == {}
+
+
+def test_no_room_gives_up_the_chunks_of_the_step_alone():  # A20 A28
+    rig = Rig()
+    rig.run(request(1, 0, 9, [1, 2, 3]))
+    assert list(rig.take(1, 9)) == [0]
+    step = Step(2, (request(1, 9, 11, [3], first=2),))
+    rig.ledger.plan(step, np.zeros(100, dtype=np.int64))
+    rig.ledger.give_up(step, "host-full")
+    assert rig.skipped == [(1, 1, "host-full")] and rig.out == 0
+    rig.number = 2
+    rig.run(request(1, 11, 24, [3, 4, 5, 6], first=2))
+    assert list(rig.take(1, 24)) == [2]
+
+
+# ---- rows on the host -------------------------------------------------------------------------------------------------------------
+
+
+def test_many_pieces_and_few_are_put_together_alike():
+    rows = torch.arange(40 * L * H).reshape(40, L, H).bfloat16()
+    source = StepRows(1, rows, torch.ones(40, dtype=torch.int64), lambda _: None)
+    order = np.random.default_rng(0).permutation(32)
+    for size in (1, 16):
+        pieces = [Piece(source, int(order[a]) if size == 1 else a, size, a) for a in range(0, 32, size)]
+        chunk = torch.full((1, L, 32, H), -7.0).bfloat16()
+        assemble(pieces, chunk)
+        wanted = rows[torch.from_numpy(order[:32]) if size == 1 else torch.arange(32)]
+        assert torch.equal(chunk[0], wanted.transpose(0, 1))
+
+
+def test_a_row_without_its_stamp_is_seen():  # A27 R37
+    stamps = torch.full((6,), 5)
+    stamps[3] = 4
+    source = StepRows(5, torch.zeros(6, L, H), stamps, lambda _: None)
+    assert wrong_stamps([Piece(source, 0, 3, 0)]) == 0 and wrong_stamps([Piece(source, 2, 4, 0), Piece(source, 3, 1, 4)]) == 2
+
+
+def test_what_is_let_go_while_it_moves_comes_back_once():
+    arena, gone = HostArena(1 << 16, pinned=False, waits=False), Counter()
+    mover = Mover(arena)
+    for keep in (None, [Keep(0, 2, 4)]):
+        source = StepRows(1, torch.zeros(20, L, H), torch.ones(20, dtype=torch.int64), lambda _: gone.update(["source"]))
+        record = StepRecord([1], Place(source.hold(), [0], [20], [0]), frozenset())
+        record.refs = 1
+        mover.move(record, source, keep)
+        source.drop()
+        record.release()
+    mover.close()
+    assert gone["source"] == 2 and mover.bytes == 0
+
+
+# ---- the budget -------------------------------------------------------------------------------------------------------------------
+
+
+def geometry(layers=32, heads=32, size=128, dtype="bfloat16"):
+    return Geometry(
+        model="m", layer_names=tuple(f"l{i}" for i in range(layers)), num_q_heads=heads, num_kv_heads=8, head_size=size, dtype=dtype,
+        block_size=16, chunk_size=256, rope=Rope(rotary_dim=size),
+    )  # fmt: skip
+
+
+def test_an_8b_model_at_8192_tokens_a_step_fits_into_half_a_gigabyte():  # P17 W33: the resident form takes 4.3 GB
+    budget = StreamBudget.plan(geometry(), max_rows=8192, small_rows=512, ring_bytes=512 << 20)
+    assert budget.nbytes == 512 << 20 and budget.windows == 4
+
+
+def test_a_budget_that_is_too_small_says_what_is_needed():
+    least = StreamBudget.least(geometry(), max_rows=8192, small_rows=512)
+    with pytest.raises(ConfigError, match=f"needs {least.nbytes >> 20} MiB and qcap.q.ring_bytes is 100 MiB"):
+        StreamBudget.plan(geometry(), max_rows=8192, small_rows=512, ring_bytes=100 << 20)
+    assert StreamBudget.plan(geometry(), max_rows=8192, small_rows=512, ring_bytes=least.nbytes) == least and least.windows == 1
+
+
+def test_small_steps_alone_need_no_window():
+    assert StreamBudget.plan(geometry(), max_rows=512, small_rows=512, ring_bytes=1 << 30).windows == 0
