@@ -64,7 +64,7 @@ def slot_attribution_kernel(
     slot = tl.load(slot_mapping_ptr + row, mask=row < num_rows, other=-1).to(tl.int64)
     block = slot // BLOCK_SIZE
     offset = slot - block * BLOCK_SIZE
-    count = tl.maximum(tl.load(plan_ptr), 0)
+    count = tl.load(plan_ptr)  # below 0, no row is valid
     step = tl.load(plan_ptr + 1)
     requests = tl.load(plan_ptr + 2)
     base = tl.load(plan_ptr + 3)

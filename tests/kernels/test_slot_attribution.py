@@ -216,7 +216,7 @@ def test_searches_are_as_deep_as_the_step_asks_for(pair, device, loads):  # not 
         loads.clear()
         kernel(torch.tensor([3, 0, 511, 77]), plan_of(words_of(steps, 1), device, 4000), 1, *buffers)
         depths.append(len(loads))
-    assert pairwise(depths) and [b - a for a, b in pairwise(depths)] == [9, 9]
+    assert [b - a for a, b in pairwise(depths)] == [9, 9]
 
 
 @pytest.mark.parametrize("count", [0, -1, -(2**40)])
@@ -254,9 +254,14 @@ def test_a_plan_that_ends_with_its_memory(load, device, guarded):
 
 
 def test_a_place_that_no_request_has(load, device, guarded):  # below the first request's, at the count, and past 31 bits
-    keys = [0 << 32 | 0, 1 << 32 | 5, 2 << 32 | 2**31, 3 << 32 | LOW, 4 << 32 | 1]
+    keys = [0 << 32 | 0, 1 << 32 | 5, 2 << 32 | 2**31 + 1, 3 << 32 | LOW, 4 << 32 | 1]
     got = run(load("slot_attribution"), device, guarded, [0, 1, 2, 3, 4], [5, STEP, 1, 0, 1, 0, 2**40, 0, *keys], 1)
     assert got.slots == [-1, -1, -1, -1, 0]
+
+
+def test_a_first_place_that_would_wrap_around(load, device, guarded):
+    got = run(load("slot_attribution"), device, guarded, [20, 21], [1, STEP, 1, 0, 2**62, 0, 4, 0, 5 << 32], 4)
+    assert got.slots == [-1, -1]
 
 
 def test_requests_without_blocks(load, device, guarded):  # of equal first places the last has the block

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SLICE = {"R": range(1, 39), "A": range(1, 32), "C": range(1, 37), "Q": range(1, 24), "P": (1, 2, 3, 4, 5, 12)}
+SLICE = {"R": range(1, 39), "L": range(1, 53), "A": range(1, 32), "C": range(1, 37), "Q": range(1, 24), "P": (1, 2, 3, 4, 5, 12)}
 
 
 def numbers_in_tests() -> set[str]:

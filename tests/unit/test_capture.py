@@ -684,6 +684,7 @@ SCENARIOS = {
     "steps given up and run again": {**MEDIUM, "redone_steps": 0.15},
     "rows that never come": {**MEDIUM, "dropped_rows": 0.2},
     "ring full": {**MEDIUM, "on_pressure": "skip", "ring_blocks": 7},
+    "host memory full": {**MEDIUM, "on_pressure": "skip", "arena_bytes": 9000, "requests": 12},
     "store refuses and fails": {"on_pressure": "skip", "refuse": 0.3, "fail": 0.1},
     "room for one chunk": {"room": 600},
     "spilling": {**SPILLING, "requests": 14, "num_blocks": 40},

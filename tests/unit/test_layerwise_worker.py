@@ -15,10 +15,8 @@ from layerwise_kit import SimStreams
 from test_capture import CH, IDS, Bench, request, slots_from_the_caller  # noqa: F401 (a fixture for all)
 
 from qcap.attribution import LoadRequest
-from qcap.errors import ConfigError
 from qcap.kinds import CacheKind
 from qcap.tokens import ChunkedTokenDatabase, chunk_key
-from qcap.vllm import transfer_config
 from qcap.vllm.hooks import why_layers_pass_unseen
 from qcap.vllm.loading import LayerLoads, pool_bytes
 
@@ -578,11 +576,3 @@ def test_what_the_worker_makes(bench, caplog, full, load, made):
         loads.close()
     worker._config = replace(worker._config, layerwise=False)
     assert worker._make_layer_loads(b.sim.geometry, b.store, device) is None, "without the setting nothing changes"
-
-
-def test_the_option_of_transfer_config():
-    pytest.importorskip("vllm")
-    extra = transfer_config("memory://x", layerwise=True).kv_connector_extra_config
-    assert extra["qcap.layerwise"] is True
-    with pytest.raises(ConfigError, match="true or false"):
-        transfer_config("memory://x", layerwise="perhaps")

@@ -361,6 +361,7 @@ def consumer(p: dict[str, Any]) -> dict[str, Any]:
     """An engine with the role ``kv_consumer``: what it serves from the store, and what it stores; and a step without metadata."""
     import logging
 
+    import qcap.errors
     import qcap.vllm
     from qcap.store.engine import StoreEngine
     from qcap.testing.engine import build_llm
@@ -378,6 +379,7 @@ def consumer(p: dict[str, Any]) -> dict[str, Any]:
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("qcap.vllm").addHandler(handler)
+    logging.getLogger("qcap.vllm").setLevel(logging.WARNING)
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     connector = get_kv_transfer_group()
@@ -386,11 +388,20 @@ def consumer(p: dict[str, Any]) -> dict[str, Any]:
         connector.start_load_kv(None)
         connector.wait_for_layer_load(p["layer"])
         connector.wait_for_save()
-    needs = QcapConnector.requires_piecewise_for_cudagraph
+
+    def piecewise(value: Any) -> bool | str:
+        try:
+            return QcapConnector.requires_piecewise_for_cudagraph({} if value is None else {"qcap.layerwise": value})
+        except qcap.errors.ConfigError as error:
+            return type(error).__name__
+
     found = {
-        "outputs": told(outputs), "counters": dict(side.counters), "stores": len(stores), "warnings": lines,
+        "outputs": told(outputs),
+        "counters": dict(side.counters),
+        "stores": len(stores),
+        "warnings": lines,
         "features": len(side.capture.features),
-        "piecewise": [needs(extra) for extra in ({}, {"qcap.layerwise": True}, {"qcap.layerwise": "TRUE"}, {"qcap.layerwise": "off"})],
-    }  # fmt: skip
+        "piecewise": [piecewise(value) for value in (None, True, "TRUE", "off", "perhaps")],
+    }
     close(llm)
     return found
