@@ -393,6 +393,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kv-gib", type=float, default=6.0, help="KV cache of each engine")
     parser.add_argument("--qcap", default="{}", help="further arguments of transfer_config, as JSON")
     parser.add_argument("--profile", action="store_true", help="afterwards, device time by kernel")
+    parser.add_argument("--hold", type=Path, help="start the rounds when this file exists: for a script that uses the device until then")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short prompts, also on a CPU: to try this script")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -453,6 +454,8 @@ def main(argv: list[str] | None = None) -> int:
         about = children.first_answers()
         print(f"engines started in {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
         reserve = 45.0 * len(configs) if args.profile and cuda else 10.0
+        while args.hold is not None and not args.hold.exists():
+            time.sleep(0.2)
         figures = measure(children, configs, tokens, args.repeats, args.warm_up, begun + args.budget_s - reserve)
         left = {config: children.ask(config, "counters") for config in configs}
         common = {"chunk_size": args.chunk_size, "commit": harness.commit(), "engine": about[configs[0]]}

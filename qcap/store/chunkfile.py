@@ -50,6 +50,7 @@ _JSON_KEYS = ("geometry", "start", "token_ids", "positions", "tags", "layer_chec
 _KEYS = frozenset(_TEXT_KEYS + _JSON_KEYS)
 
 Buffer = bytes | bytearray | memoryview
+_UINTS = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
 def copy_bytes(target: memoryview, source: Buffer) -> None:
@@ -150,6 +151,14 @@ def encode(record: ChunkRecord, tensor: torch.Tensor) -> EncodedChunk:
         ShapeError: the tensor is not what the record says.
         TokenError: the digest is not that of the parent and the token ids, or another field cannot be written.
     """
+    check_chunk(record, tensor)
+    kind, pieces = record.kind, tensor_pieces(tensor)
+    checksums = tuple(_layer_checksum(pieces[i : i + kind.planes]) for i in range(0, len(pieces), kind.planes))
+    return EncodedChunk(_encode_header(record, checksums), pieces, checksums)
+
+
+def check_chunk(record: ChunkRecord, tensor: torch.Tensor) -> None:
+    """What :func:`encode` would refuse of a record and its tensor, short of making the header. Raises as it does."""
     geometry, kind = record.geometry, record.kind
     wanted = geometry.chunk_shape(kind)
     if tuple(tensor.shape) != wanted or tensor.dtype != geometry.torch_dtype:
@@ -161,9 +170,24 @@ def encode(record: ChunkRecord, tensor: torch.Tensor) -> EncodedChunk:
             f"each layer of a chunk to store must be contiguous and on the CPU, got strides {tensor.stride()} on {tensor.device}"
         )
     _check_record(record)
-    pieces = tensor_pieces(tensor)
-    checksums = tuple(_layer_checksum(pieces[i : i + kind.planes]) for i in range(0, len(pieces), kind.planes))
-    return EncodedChunk(_encode_header(record, checksums), pieces, checksums)
+
+
+def copy_chunk(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy of a CPU tensor ``[planes, L, CH, H]``, each ``[CH, H]`` contiguous. Other threads run meanwhile."""
+    own = _empty(tuple(tensor.shape), tensor.dtype)
+    np.copyto(_bits(own), _bits(tensor))
+    return own
+
+
+def copy_layer(header: ChunkHeader, layer: torch.Tensor, out: torch.Tensor) -> None:
+    """Copy one layer ``[planes, CH, H]`` into ``out``. Raises as :func:`layer_pieces`."""
+    layer_pieces(header, out)
+    np.copyto(_bits(out), _bits(layer))
+
+
+def _bits(tensor: torch.Tensor) -> np.ndarray:
+    """A CPU tensor as unsigned integers of its size, any strides."""
+    return tensor.detach().view(_UINTS[tensor.element_size()]).numpy()
 
 
 def _check_record(record: ChunkRecord) -> None:

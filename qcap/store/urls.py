@@ -11,6 +11,7 @@ import obstore
 
 from qcap.errors import ConfigError, StoreUnavailable
 from qcap.store.buckets import Bucket, LocalBucket, ObstoreBucket, memory_bucket
+from qcap.store.memory import MemoryTier
 from qcap.store.objects import ObjectTier
 
 CLOUD_SCHEMES = ("s3", "s3a", "gs", "az", "azure", "adl", "abfs", "abfss")
@@ -28,6 +29,8 @@ def open_tier(url: str) -> ObjectTier:
         ConfigError: not a URL of a known scheme; the message lists them.
         StoreUnavailable: it cannot be opened.
     """
+    if isinstance(url, str) and url.startswith("memory://"):
+        return MemoryTier(_memory_name(url))
     bucket, url = _bucket(url)
     bucket.check()
     return ObjectTier(bucket, url)
@@ -47,10 +50,7 @@ def _bucket(url: str) -> tuple[Bucket, str]:
             raise ConfigError(f"{url!r} has no absolute path: write file:///{parts.netloc}{parts.path} (three slashes)")
         return LocalBucket(Path(unquote(parts.path))), url
     if parts.scheme == "memory":
-        name = url.removeprefix("memory://").strip("/")
-        if not name:
-            raise ConfigError("memory:// needs a name, for instance memory://scratch: two openers of one name share it")
-        return memory_bucket(name), f"memory://{name}"
+        return memory_bucket(_memory_name(url)), f"memory://{_memory_name(url)}"
     if parts.scheme in CLOUD_SCHEMES:
         return _cloud_bucket(url)
     if parts.scheme.startswith("qcap"):
@@ -60,6 +60,13 @@ def _bucket(url: str) -> tuple[Bucket, str]:
     raise ConfigError(
         f"unknown scheme {parts.scheme!r} in {url!r}{hint}: qcap opens a plain path or {', '.join(s + '://' for s in SCHEMES)}"
     )
+
+
+def _memory_name(url: str) -> str:
+    name = url.removeprefix("memory://").strip("/")
+    if not name:
+        raise ConfigError("memory:// needs a name, for instance memory://scratch: two openers of one name share it")
+    return name
 
 
 def _cloud_bucket(url: str) -> tuple[Bucket, str]:

@@ -7,7 +7,7 @@ import os
 import platform
 import weakref
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,7 @@ class WorkerSide:
         self._failed_blocks: set[int] = set()
         self._step: Step | None = None
         self._always_launch = False
+        self._side: torch.cuda.Stream | None = None  # recorded graphs scatter queries on it
         self.layout = ""  # of the pages, by its certified name
 
     # ---- start --------------------------------------------------------------------------------------------------------------------
@@ -91,6 +92,7 @@ class WorkerSide:
         stager = PageStager(device, arena, slot_bytes=max(SLOT_BYTES, *(geometry.chunk_bytes(k) // geometry.num_layers for k in CacheKind)))
         self._arena, self._layer_index = arena, {name: index for index, name in enumerate(names)}
         self._always_launch = device.type == "cuda"
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
         features: list[Feature] = []
         if self._config.query:
             self._query = self._query_feature(geometry, layers, names, device, stager)
@@ -466,20 +468,39 @@ class WorkerSide:
         """One request's load, at once, on this rank. Raises what went wrong."""
         self._put(load, self._fetch(load))
 
-    def _on_query(self, layer: int, name: str, query: torch.Tensor, attn_metadata: Any) -> None:
+    def _on_query(self, layer: int, name: str, query: torch.Tensor, attn_metadata: Any) -> Callable[[], None] | None:
         feature, capture = self._query, self.capture
         if feature is None or capture is None or feature not in capture.features or not (feature.active or self._always_launch):
-            return
+            return None
         with capture.guard(f"capturing queries in {name}", feature):
             slots = slot_mapping_of(name, attn_metadata)
             if slots is None:
                 if feature.active and layer == 0:
                     self.counters["query.steps_without_slots"] += 1
                     often.warning("no slot mapping in this step: its queries are not captured")
-                return
+                return None
             if query.dtype != feature.dtype:
                 raise Unsupported(f"{name}: queries are {query.dtype}, the ring is {feature.dtype}: quantised queries are not stored yet")
+            if self._side is not None and torch.cuda.is_current_stream_capturing():
+                return self._on_a_branch(feature, layer, query, slots)
             feature.on_layer(layer, query, slots)
+        return None
+
+    def _on_a_branch(
+        self, feature: QueryFeature | StreamingQueryFeature, layer: int, query: torch.Tensor, slots: torch.Tensor
+    ) -> Callable[[], None]:
+        """While a graph is recorded: beside the attention, which reads the same queries, not before it. The join comes after the attention,
+        and so before anything can be given the queries' memory."""
+        main, side = torch.cuda.current_stream(), self._side
+        assert side is not None
+        side.wait_stream(main)
+        try:
+            with torch.cuda.stream(side):
+                feature.on_layer(layer, query, slots)
+        except BaseException:
+            main.wait_stream(side)  # a branch that is not joined would spoil the recording
+            raise
+        return lambda: main.wait_stream(side)
 
     def layer_done(self, name: str) -> None:
         """Layer ``name`` has been queued, by Python."""

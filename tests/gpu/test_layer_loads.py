@@ -152,7 +152,7 @@ def run(device: str, host_bytes: int, steps: int, seed: int) -> tuple[int, int, 
                         torch.cuda._sleep(SLOW)
                 outcomes = rig.loads.end()
             rig.kv.commit(step.number, ())
-            staged = {r.uid: [stage() for _, stage in rig.kv.take(tracks[r.uid], r.end)][-1] for _, _, r in work}
+            staged = {r.uid: [stage for _, stage in rig.kv.take(tracks[r.uid], r.end)][-1]() for _, _, r in work}
             rig.kv.end()
         finally:
             if rig.cuda:
