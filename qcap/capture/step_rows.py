@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 from collections import defaultdict
@@ -13,12 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from qcap.capture.staging import HostArena
-
 logger = logging.getLogger("qcap.capture")
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-SPARE_BYTES = 256 << 20
+SPARE_BYTES = 512 << 20
 """Memory of steps that were done with is kept for the next ones, up to so much: fresh pages cost as much as the copy."""
 
 
@@ -167,12 +166,9 @@ class Mover:
 
     A step's rows come to the arena in one piece, and most of them leave it with their chunks. What is left (the end of a prompt, a row of
     each request that is being decoded) may have to stay until its request has filled a chunk, so it moves to ordinary memory.
-
-    Args:
-        arena: told while something is on its way back to it.
     """
 
-    def __init__(self, arena: HostArena) -> None:
+    def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[StepRecord, StepRows, list[Keep] | None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._pending = 0
@@ -180,7 +176,6 @@ class Mover:
         self._spare: dict[tuple[tuple[int, ...], torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._spare_bytes = 0
         self.bytes = self.high_water = 0  # in ordinary memory now, and at most
-        arena.watch(lambda: self._pending > 0)
 
     def move(self, record: StepRecord, source: StepRows, keep: list[Keep] | None) -> None:
         """Move these rows of ``record`` (None: all), which lie in ``source``; returns at once."""
@@ -190,6 +185,10 @@ class Mover:
         with self._lock:
             self._pending += 1
         self._jobs.put((record, source.hold(), keep))
+
+    def busy(self) -> bool:
+        """Whether something is on its way out of the arena."""
+        return self._pending > 0
 
     def close(self) -> None:
         """Finish what is queued and end the thread."""
@@ -241,7 +240,8 @@ class Mover:
             if rows is not None:
                 self._spare_bytes -= rows.nbytes
         with torch.inference_mode(False):
-            rows = torch.empty(shape, dtype=dtype) if rows is None else rows
+            if rows is None:  # NumPy asks for huge pages, which are filled several times as fast
+                rows = torch.from_numpy(np.empty(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
             stamps = torch.empty(count, dtype=torch.int64)
         moved = StepRows(source.step, rows, stamps, self._gone)
         bits, theirs, at = moved.bits(), source.bits(), 0

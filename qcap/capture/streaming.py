@@ -143,7 +143,9 @@ class StreamingQueryFeature:
         self._counts = torch.zeros(plan_requests, dtype=torch.int32, device=device) if debug else None
         self._announced: Any = None
         self.on_device_bytes = budget.nbytes + self._stamps_small.nbytes + self._stamps_large.nbytes
-        self.mover = Mover(self._arena)
+        self.mover = Mover()
+        self._resting: deque[StepRecord] = deque()  # small steps whose rows are in the arena still: most chunks fill before it does
+        self._arena.watch(lambda: self._relieve(0))
         self.ledger = StreamLedger(geometry.block_size, geometry.chunk_size, num_kv_blocks, self._on_skip)
         self._skips: dict[int, dict[int, str]] = {}
         self._free_at: list[Any] = [None] * budget.windows  # event after which a window may be written
@@ -330,9 +332,22 @@ class StreamingQueryFeature:
         rows, record = self._rows, self._record
         self._rows = self._record = None
         if rows is not None:
-            if record is not None and record.refs:
-                self.mover.move(record, rows, self.ledger.needed(record) if self._large else None)
+            if record is not None and record.refs and self._large:
+                self.mover.move(record, rows, self.ledger.needed(record))  # a large step's end would hold all of it
+            elif record is not None and record.refs:
+                self._resting.append(record)
             rows.drop()
+        self._relieve(self._arena.nbytes // 4)
+
+    def _relieve(self, limit: int) -> bool:
+        """Move the rows of small steps out of the arena, oldest first, until no more than ``limit`` bytes of it are in use (or will be)."""
+        resting, leaving = self._resting, 0
+        while resting and (resting[0].place is None or self._arena.used - leaving > limit):
+            record = resting.popleft()
+            if record.place is not None:
+                leaving += record.place.source.rows.nbytes
+                self.mover.move(record, record.place.source, None)
+        return self.mover.busy()
 
     def _drop_step(self) -> None:
         """A step that was begun and never ended, or whose rows cannot be used."""
@@ -417,4 +432,5 @@ class StreamingQueryFeature:
         """Let go of everything."""
         self._drop_step()
         self.ledger.release_all()
+        self._resting.clear()
         self.mover.close()

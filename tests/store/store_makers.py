@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import uuid
+from collections.abc import Callable
 
 import torch
 
 from qcap.geometry import Geometry, Rope
 from qcap.kinds import CacheKind
+from qcap.store.buckets import memory_bucket
+from qcap.store.objects import ObjectTier
 from qcap.tokens import ChunkedTokenDatabase, ChunkRecord
 
 SMALL = Geometry(
@@ -49,6 +53,12 @@ def chunk(
         digest=found.digest, parent=found.parent, **fields,
     )  # fmt: skip
     return record, random_bytes_tensor(geo.chunk_shape(kind), geo.torch_dtype, seed * 7 + index)
+
+
+def object_store() -> Callable[[], ObjectTier]:
+    """Opens one and the same object store, each time anew: what ``s3://`` is, in memory. ``memory://`` is something else: a MemoryTier."""
+    name = f"object-store-{uuid.uuid4().hex}"
+    return lambda: ObjectTier(memory_bucket(name), f"s3://{name}")
 
 
 def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

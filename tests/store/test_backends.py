@@ -6,11 +6,12 @@ import os
 import uuid
 
 import pytest
-from store_makers import chunk
+from store_makers import chunk, object_store
 from store_suite import BackendSuite
 
 from qcap.backends import open_backend
 from qcap.errors import ConfigError, StoreUnavailable
+from qcap.store.engine import StoreEngine
 from qcap.store.tiers import StoreOutcome
 
 
@@ -18,6 +19,13 @@ class TestFile(BackendSuite):
     @pytest.fixture
     def opener(self, tmp_path):
         return lambda **kw: open_backend(f"file://{tmp_path}/deep/store", **kw)
+
+
+class TestObjectStore(BackendSuite):
+    @pytest.fixture
+    def opener(self):
+        opened = object_store()
+        return lambda **kw: StoreEngine(opened(), **kw)
 
 
 class TestMemory(BackendSuite):

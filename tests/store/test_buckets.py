@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-import uuid
 
 import numpy as np
 import pytest
-from store_makers import chunk, equal_bits
+from store_makers import chunk, equal_bits, object_store
 
 from qcap.store import buckets, chunkfile
 from qcap.store.objects import object_path
@@ -18,9 +17,9 @@ def address(data: memoryview) -> int:
     return np.frombuffer(data, dtype=np.uint8).__array_interface__["data"][0]
 
 
-@pytest.fixture(params=["file", "memory"])
+@pytest.fixture(params=["file", "object store"])
 def tier(request, tmp_path):
-    return open_tier(str(tmp_path) if request.param == "file" else f"memory://{uuid.uuid4().hex}")
+    return open_tier(str(tmp_path)) if request.param == "file" else object_store()()
 
 
 def test_copy_bytes() -> None:
@@ -49,8 +48,8 @@ def test_nothing_staged_is_nothing_stored(tier) -> None:
         reader.close()
 
 
-def test_a_memory_store_holds_the_one_copy_that_staging_made() -> None:
-    tier, (record, tensor) = open_tier(f"memory://{uuid.uuid4().hex}"), chunk(1)
+def test_an_object_store_in_memory_holds_the_one_copy_that_staging_made() -> None:
+    tier, (record, tensor) = object_store()(), chunk(1)
     prepared = tier.prepare(record, tensor)
     staged = address(prepared.staged._data)
     wanted = tensor.clone()
@@ -68,7 +67,7 @@ def test_large_copies_go_where_the_gil_is_not_held(monkeypatch) -> None:
     real = chunkfile.copy_bytes
     for module in (chunkfile, buckets):
         monkeypatch.setattr(module, "copy_bytes", lambda target, source: copied.append(target.nbytes) or real(target, source))
-    tier, (record, tensor) = open_tier(f"memory://{uuid.uuid4().hex}"), chunk(1)
+    tier, (record, tensor) = object_store()(), chunk(1)
     prepared = tier.prepare(record, tensor)
     assert sum(copied) >= prepared.nbytes and sum(copied) - prepared.nbytes < len(chunkfile.encode(record, tensor).header) + 1
     prepared.publish()
@@ -83,7 +82,7 @@ def test_large_copies_go_where_the_gil_is_not_held(monkeypatch) -> None:
 
 
 def test_a_staged_object_is_not_changed_by_its_readers() -> None:
-    staged = open_tier(f"memory://{uuid.uuid4().hex}").bucket.stage([b"abc"])
+    staged = object_store()().bucket.stage([b"abc"])
     reader = staged.open()
     with pytest.raises(TypeError, match="read-only"):
         reader.take(memoryview(bytearray(3)))[0] = 1
@@ -93,7 +92,7 @@ def test_a_staged_object_is_not_changed_by_its_readers() -> None:
 
 
 def test_objects_outlive_their_removal_while_they_are_read() -> None:  # E60
-    tier, (record, tensor) = open_tier(f"memory://{uuid.uuid4().hex}"), chunk(1)
+    tier, (record, tensor) = object_store()(), chunk(1)
     tier.prepare(record, tensor).publish()
     reader = tier.bucket.open(object_path(record.key))
     tier.prepare(record, tensor.clone().zero_()).publish(overwrite=True)

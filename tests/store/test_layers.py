@@ -4,35 +4,39 @@ from __future__ import annotations
 
 import errno
 import os
-import uuid
+from collections.abc import Callable
 
 import obstore
 import pytest
-from store_makers import SMALL, chunk, equal_bits
+from store_makers import SMALL, chunk, equal_bits, object_store
 
-from qcap.backends import open_backend
 from qcap.errors import ObjectCorrupt, StoreUnavailable
 from qcap.store import buckets, objects
-from qcap.store.objects import object_path
+from qcap.store.engine import StoreEngine
+from qcap.store.objects import ObjectTier, object_path
 from qcap.store.urls import open_tier
 
 T_S = 30.0
 
 
-@pytest.fixture(params=["file", "memory"])
-def url(request, tmp_path):
-    return str(tmp_path) if request.param == "file" else f"memory://{uuid.uuid4().hex}"
+@pytest.fixture(params=["file", "object store"])
+def opened(request, tmp_path):
+    return in_folder(tmp_path) if request.param == "file" else object_store()
 
 
-def stored(url: str, **fields: object):
-    backend, (record, tensor) = open_backend(url), chunk(1, **fields)
+def in_folder(path) -> Callable[[], ObjectTier]:
+    return lambda: open_tier(str(path))
+
+
+def stored(opened: Callable[[], ObjectTier], **fields: object):
+    backend, (record, tensor) = StoreEngine(opened()), chunk(1, **fields)
     backend.store(record, tensor).result(T_S)
     return backend, record, tensor
 
 
-def spoil(url: str, path: str, change) -> None:
+def spoil(opened: Callable[[], ObjectTier], path: str, change) -> None:
     """Put other bytes in the object's place."""
-    bucket = open_tier(url).bucket
+    bucket = opened().bucket
     reader = bucket.open(path)
     data = bytearray(reader.nbytes)
     reader.readinto([memoryview(data)])
@@ -45,10 +49,10 @@ def flip_last(data: bytearray) -> bytearray:
     return data
 
 
-def test_one_range_a_layer(url, monkeypatch) -> None:
-    backend, record, tensor = stored(url)
+def test_one_range_a_layer(opened, monkeypatch) -> None:
+    backend, record, tensor = stored(opened)
     asked: list[tuple[int, int]] = []
-    bucket, header, reader = backend._tier.bucket, open_tier(url).header(record.key), backend.open_layers(record.key)
+    bucket, header, reader = backend._tier.bucket, opened().header(record.key), backend.open_layers(record.key)
     ranged = bucket.read_range
     monkeypatch.setattr(bucket, "read_range", lambda p, at, b: asked.append((at, sum(x.nbytes for x in b))) or ranged(p, at, b))
     monkeypatch.setattr(bucket, "open", None)  # nothing but ranges from here on
@@ -59,8 +63,7 @@ def test_one_range_a_layer(url, monkeypatch) -> None:
 
 
 def test_only_the_head_is_fetched_for_a_header(monkeypatch) -> None:
-    url = f"memory://{uuid.uuid4().hex}"
-    backend, record, _ = stored(url, edit="e" * 5000)
+    backend, record, _ = stored(object_store(), edit="e" * 5000)
     gets: list[object] = []
     get = obstore.get
     monkeypatch.setattr(buckets.obstore, "get", lambda store, path, **kw: gets.append(kw["options"]["range"]) or get(store, path, **kw))
@@ -71,9 +74,9 @@ def test_only_the_head_is_fetched_for_a_header(monkeypatch) -> None:
     assert len(gets) == 4 and gets[2] == (0, 512) and gets[3][1] > 5000  # a longer header costs a second request
 
 
-def test_a_damaged_layer(url) -> None:
-    backend, record, tensor = stored(url)
-    spoil(url, object_path(record.key), flip_last)
+def test_a_damaged_layer(opened) -> None:
+    backend, record, tensor = stored(opened)
+    spoil(opened, object_path(record.key), flip_last)
     reader = backend.open_layers(record.key)
     assert equal_bits(reader.read(10), tensor[:, 10])
     with pytest.raises(ObjectCorrupt, match="checksum of layer 11"):
@@ -82,10 +85,10 @@ def test_a_damaged_layer(url) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 4, 100, -1])
-def test_a_cut_object(url, cut: int) -> None:
-    backend, record, _ = stored(url)
+def test_a_cut_object(opened, cut: int) -> None:
+    backend, record, _ = stored(opened)
     reader = backend.open_layers(record.key)
-    spoil(url, object_path(record.key), lambda data: data[:cut])
+    spoil(opened, object_path(record.key), lambda data: data[:cut])
     with pytest.raises(ObjectCorrupt):
         backend.open_layers(record.key)
     with pytest.raises(ObjectCorrupt):
@@ -93,18 +96,18 @@ def test_a_cut_object(url, cut: int) -> None:
     assert backend.contains([record.key]) == [False]
 
 
-def test_an_object_removed_between_two_layers(url) -> None:
-    backend, record, _ = stored(url)
+def test_an_object_removed_between_two_layers(opened) -> None:
+    backend, record, _ = stored(opened)
     reader = backend.open_layers(record.key)
-    open_tier(url).delete(record.key)
+    opened().delete(record.key)
     with pytest.raises(ObjectCorrupt, match="replaced or removed"):
         reader.read(0)
 
 
-def test_an_object_of_another_key(url) -> None:
-    backend, record, _ = stored(url)
+def test_an_object_of_another_key(opened) -> None:
+    backend, record, _ = stored(opened)
     other = chunk(2)[0]
-    bucket = open_tier(url).bucket
+    bucket = opened().bucket
     reader = bucket.open(object_path(record.key))
     data = bytearray(reader.nbytes)
     reader.readinto([memoryview(data)])
@@ -113,8 +116,8 @@ def test_an_object_of_another_key(url) -> None:
         backend.open_layers(other.key)
 
 
-def test_a_store_that_goes_away(url, monkeypatch) -> None:
-    backend, record, _ = stored(url)
+def test_a_store_that_goes_away(opened, monkeypatch) -> None:
+    backend, record, _ = stored(opened)
     reader = backend.open_layers(record.key)
 
     def fails(*_args: object, **_kw: object) -> None:
@@ -132,7 +135,7 @@ def test_a_store_that_goes_away(url, monkeypatch) -> None:
 
 
 def test_half_a_read_is_finished(tmp_path, monkeypatch) -> None:
-    backend, record, tensor = stored(str(tmp_path))
+    backend, record, tensor = stored(in_folder(tmp_path))
     preadv = os.preadv
     monkeypatch.setattr(buckets.os, "preadv", lambda fd, bufs, at: preadv(fd, [bufs[0][:100]], at))
     assert equal_bits(backend.open_layers(record.key).read(4), tensor[:, 4])
@@ -141,7 +144,7 @@ def test_half_a_read_is_finished(tmp_path, monkeypatch) -> None:
 
 
 def test_nothing_stays_open(tmp_path) -> None:
-    backend, record, _ = stored(str(tmp_path))
+    backend, record, _ = stored(in_folder(tmp_path))
     before = len(os.listdir("/proc/self/fd"))
     readers = [backend.open_layers(record.key) for _ in range(50)]
     for reader in readers:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import uuid
 
 import pytest
 import torch
-from store_makers import SMALL, chunk, equal_bits
+from store_makers import SMALL, chunk, equal_bits, object_store
 from store_suite import receipt
 
 from qcap.backends import open_backend
@@ -256,9 +255,9 @@ def test_log_storms_are_held_back(tmp_path, caplog) -> None:  # O14
 
 
 def test_answers_of_a_remote_store_are_remembered() -> None:
-    """A memory store stands for one where each look costs a round trip."""
-    url = f"memory://{uuid.uuid4().hex}"
-    backend, (record, tensor) = open_backend(url), chunk(1)
+    """One where each look costs a round trip."""
+    opened = object_store()
+    backend, (record, tensor) = StoreEngine(opened()), chunk(1)
     asked = []
     exists = backend._tier.exists
     backend._tier.exists = lambda key: asked.append(key) or exists(key)
@@ -266,7 +265,7 @@ def test_answers_of_a_remote_store_are_remembered() -> None:
     backend.store(record, tensor).result(T_S)
     asked.clear()
     assert backend.lookup([record.key] * 5) == 5 and asked == []
-    open_tier(url).delete(record.key)
+    opened().delete(record.key)
     assert backend.load(record.key) is None  # and forgets
     assert backend.contains([record.key]) == [False]
     backend.close()

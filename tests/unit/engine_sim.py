@@ -385,7 +385,7 @@ class Options:
     small_rows: int = 5  # the largest step that a graph may replay
     windows: int = 2
     ring_blocks: int | None = None  # None: as many as one step can write
-    arena_bytes: int = 1 << 20
+    arena_bytes: int = 1 << 16  # small, so that rows are moved out of it
     load: str = "off"
     load_failures: float = 0.0
     layerwise: bool = False

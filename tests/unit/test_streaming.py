@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qcap.attribution import LoadRequest, RequestStep, Step, flatten
-from qcap.capture import HostArena, StreamBudget
+from qcap.capture import StreamBudget
 from qcap.capture.step_rows import Keep, Mover, Piece, Place, StepRecord, StepRows, assemble, wrong_stamps
 from qcap.capture.stream_ledger import StreamLedger
 from qcap.errors import ConfigError, Unsupported
@@ -163,8 +163,7 @@ def test_a_block_that_another_request_computes_in_this_very_step(owner_first):  
 
 
 def test_a_shared_block_outlives_its_owner_and_the_move_out_of_the_arena():
-    rig, arena = Rig(), HostArena(1 << 16, pinned=False, waits=False)
-    mover = Mover(arena)
+    rig, mover = Rig(), Mover()
     source = rig.begin(request(1, 0, 9, [1, 2, 5]), request(2, 4, 6, [1, 3], admitted=True))
     record = rig.ledger.commit()
     assert sorted(rig.take(1, 9)) == [0]  # its owner's chunk is whole, and gone from the books
@@ -242,8 +241,7 @@ def test_a_row_without_its_stamp_is_seen():  # A27 R37
 
 
 def test_what_is_let_go_while_it_moves_comes_back_once():
-    arena, gone = HostArena(1 << 16, pinned=False, waits=False), Counter()
-    mover = Mover(arena)
+    gone, mover = Counter(), Mover()
     for keep in (None, [Keep(0, 2, 4)]):
         source = StepRows(1, torch.zeros(20, L, H), torch.ones(20, dtype=torch.int64), lambda _: gone.update(["source"]))
         record = StepRecord([1], Place(source.hold(), [0], [20], [0]), frozenset())
