@@ -144,8 +144,10 @@ class Engine:
     def _drop_stored() -> None:
         import obstore
 
-        from qcap.store import buckets
+        from qcap.store import buckets, memory
 
+        for name in list(memory._shelves):
+            memory.forget(name)
         for store in buckets._memory_stores.values():
             for batch in obstore.list(store):
                 paths = [meta["path"] for meta in batch if "manifest" not in meta["path"]]

@@ -236,7 +236,8 @@ def check_store(url: str) -> Finding:
     path = f"staging/doctor-{uuid.uuid4().hex}"
     content = uuid.uuid4().bytes
     try:
-        bucket = open_tier(url).bucket
+        tier = open_tier(url)
+        bucket = tier.bucket
         staged = bucket.stage([content])
         try:
             if not staged.publish(path):
@@ -256,7 +257,7 @@ def check_store(url: str) -> Finding:
         finally:
             staged.discard()
             bucket.delete(path)
-        objects = sum(1 for _ in bucket.list("objects"))
+        objects = sum(1 for _ in tier.list_objects())
     except Exception as error:  # QcapError, OSError, and obstore's own tree
         step = "check the URL, its permissions and the credentials in the environment"
         return Finding(name=name, status=Status.BAD, found=_short(error), next_step=step)

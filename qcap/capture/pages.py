@@ -68,7 +68,7 @@ class KVFeature:
 
     def layer_done(self, layer: int) -> None:
         """The pages of layers up to ``layer`` hold what this step writes: what is due may leave."""
-        if self._job is not None:
+        if self._job is not None and layer + 1 - self._job.queued >= self._stager.layers_at_once(self._job.host):
             self._job.advance(layer + 1)
 
     def commit(self, step_number: int, invalid: Sequence[int]) -> None:

@@ -196,6 +196,7 @@ class PageJob:
 
     Attributes:
         host: ``[planes, L, T, H]`` in the arena.
+        queued: layers that are on their way.
         packed: event after which the pages may be written over; None on the CPU, and before the last layer was queued.
         copied: event after which ``host`` is whole.
     """
@@ -205,15 +206,15 @@ class PageJob:
         self._lock = threading.Lock()
         self.block_ids, self.host = block_ids, host
         self._ids = stager.send_to_pack(block_ids)
-        self._next = 0
+        self.queued = 0
         self.packed: Any = None
         self.copied: Any = None
 
     def advance(self, num_layers: int) -> None:
         """Queue layers below ``num_layers``. Their pages must have been written by what is queued on the current stream so far."""
-        if num_layers > self._next:
-            self._stager.pack(self._table, self._ids, self.host, self._next, num_layers)
-            self._next = num_layers
+        if num_layers > self.queued:
+            self._stager.pack(self._table, self._ids, self.host, self.queued, num_layers)
+            self.queued = num_layers
             if num_layers == self._table.num_layers:
                 self.packed, self.copied = self._stager.events()
 
@@ -299,6 +300,12 @@ class PageStager:
             target.copy_(source, non_blocking=True)
         if not keep:
             source.record_stream(self.copy)
+
+    def layers_at_once(self, host: torch.Tensor) -> int:
+        """How many layers of ``host`` ``[planes, L, T, H]`` fill a slot: fewer would only cost the host more calls. All of them on the CPU,
+        where nothing is gained by starting early."""
+        planes, layers, tokens, width = host.shape
+        return max(1, self._slots[0].numel() // max(planes * tokens * width * host.element_size(), 1)) if self._cuda else int(layers)
 
     def pack(self, table: PageTable, ids: torch.Tensor, host: torch.Tensor, first: int, last: int) -> None:
         """Layers ``[first, last)`` of the blocks ``ids`` into ``host`` ``[planes, L, T, H]``."""

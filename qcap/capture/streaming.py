@@ -72,7 +72,7 @@ class StreamBudget:
             )
         if not least.windows:
             return least
-        windows = min(MAX_WINDOWS, geometry.num_layers, (ring_bytes - least.resident_bytes) // least.window_bytes)
+        windows = min(MAX_WINDOWS, geometry.num_layers, (ring_bytes - least.nbytes) // least.window_bytes + 1)
         return cls(max_rows, small_rows, windows, least.row_bytes, geometry.num_layers)
 
     @classmethod
@@ -93,8 +93,9 @@ class StreamBudget:
 
     @property
     def nbytes(self) -> int:
-        """All of it."""
-        return self.resident_bytes + self.windows * self.window_bytes
+        """All of it, the rows' stamps included."""
+        stamps = 8 * (RESIDENT_STEPS * self.small_rows + self.max_rows)
+        return self.resident_bytes + self.windows * self.window_bytes + stamps
 
 
 class StreamingQueryFeature:
@@ -142,7 +143,7 @@ class StreamingQueryFeature:
         self._ring_slots = torch.full((max(padded_rows, budget.max_rows, budget.small_rows),), -1, dtype=torch.int64, device=device)
         self._counts = torch.zeros(plan_requests, dtype=torch.int32, device=device) if debug else None
         self._announced: Any = None
-        self.on_device_bytes = budget.nbytes + self._stamps_small.nbytes + self._stamps_large.nbytes
+        self.on_device_bytes = budget.nbytes
         self.mover = Mover()
         self._resting: deque[StepRecord] = deque()  # small steps whose rows are in the arena still: most chunks fill before it does
         self._arena.watch(lambda: self._relieve(0))

@@ -412,7 +412,7 @@ _memory_lock = threading.Lock()
 
 
 def memory_bucket(name: str) -> ObstoreBucket:
-    """The bucket ``memory://name`` of this process: the same one for every opener, kept until the process ends."""
+    """The bucket behind ``memory://name`` in this process: the same one for every opener, kept until the process ends."""
     with _memory_lock:
         if name not in _memory_stores:
             _memory_stores[name] = obstore.store.MemoryStore()

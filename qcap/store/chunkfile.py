@@ -204,7 +204,11 @@ def _check_record(record: ChunkRecord) -> None:
         _check_start(record.start)
         _check_tags([list(tag) for tag in record.tags])
         _check_parent(record.parent)
-    except ObjectCorrupt as error:
+        _check_texts(texts := {"edit": record.edit, "salt": record.salt, "model": record.geometry.model})
+        for text in (*texts.values(), *(part for tag in record.tags for part in tag)):
+            text.encode()
+        _check_geometry_text(_geometry_text(record.geometry))
+    except (ObjectCorrupt, UnicodeError) as error:
         raise TokenError(f"this chunk's record cannot be stored: {error}") from None
     _ = record.key  # its checks of model and salt
 
@@ -230,7 +234,6 @@ def _encode_header(record: ChunkRecord, checksums: tuple[str, ...]) -> bytes:
     }
     try:
         _check_texts(metadata)
-        _check_geometry_text(metadata["geometry"])
         metadata["header_checksum"] = metadata_checksum(metadata)
         text = f'{{"__metadata__":{_dump(metadata)},{_table_text(geometry.dtype, geometry.chunk_shape(kind))}}}'.encode()
         length = -(-(LENGTH_BYTES + len(text)) // ALIGNMENT) * ALIGNMENT - LENGTH_BYTES

@@ -64,7 +64,10 @@ class MemoryTier(ObjectTier):
     def exists(self, key: ChunkKey) -> bool:
         """Whether a chunk is published under ``key``."""
         path = object_path(key)
-        return path in self._shelf.chunks or self._bucket.exists(path)
+        if path in self._shelf.chunks or self._bucket.exists(path):
+            return True
+        with self._shelf.lock:  # it may have moved from one to the other between the two looks
+            return path in self._shelf.chunks or self._bucket.exists(path)
 
     def prepare(self, record: ChunkRecord, tensor: torch.Tensor) -> PreparedChunk:
         """Copy one chunk. Raises as :meth:`ObjectTier.prepare`."""
@@ -78,13 +81,28 @@ class MemoryTier(ObjectTier):
         """As :meth:`ObjectTier.load_path`."""
         resting = self._shelf.chunks.get(path)
         if resting is None:
-            return super().load_path(path, verify=verify)
+            loaded = super().load_path(path, verify=verify)
+            if loaded is not None:
+                return loaded
+            with self._shelf.lock:  # as in `exists`
+                resting = self._shelf.chunks.get(path)
+                if resting is None:
+                    return super().load_path(path, verify=verify)
         return LoadedChunk(resting.record, chunkfile.copy_chunk(resting.tensor))
 
     def header(self, key: ChunkKey) -> chunkfile.ChunkHeader | None:
         """The header of one chunk; one that rests has no checksums in it."""
-        resting = self._shelf.chunks.get(object_path(key))
-        return super().header(key) if resting is None else resting.header
+        path = object_path(key)
+        resting = self._shelf.chunks.get(path)
+        if resting is None:
+            header = super().header(key)
+            if header is not None:
+                return header
+            with self._shelf.lock:  # as in `exists`
+                resting = self._shelf.chunks.get(path)
+                if resting is None:
+                    return super().header(key)
+        return resting.header
 
     def read_layer(self, header: chunkfile.ChunkHeader, layer: int, out: torch.Tensor) -> None:
         """As :meth:`ObjectTier.read_layer`."""
@@ -116,10 +134,12 @@ class MemoryTier(ObjectTier):
 
     def list_objects(self) -> Iterator[Entry]:
         """All files below ``objects/``; what rests is written out first."""
-        with self._shelf.lock:
-            for path, resting in list(self._shelf.chunks.items()):
-                self._bucket.stage(chunkfile.encode(resting.record, resting.tensor).buffers()).publish(path, overwrite=True)
-                del self._shelf.chunks[path]
+        for path in list(self._shelf.chunks):
+            with self._shelf.lock:  # of one chunk at a time: those who publish wait
+                resting = self._shelf.chunks.get(path)
+                if resting is not None:
+                    self._bucket.stage(chunkfile.encode(resting.record, resting.tensor).buffers()).publish(path, overwrite=True)
+                    del self._shelf.chunks[path]
         return super().list_objects()
 
 
@@ -127,13 +147,17 @@ class _Waiting:
     """A copied chunk that is not visible yet."""
 
     def __init__(self, tier: MemoryTier, resting: _Resting) -> None:
-        self._tier, self._resting = tier, resting
+        self._tier = tier
+        self._resting: _Resting | None = resting
 
     def open(self) -> Reader:
         raise NotImplementedError("a chunk at rest is not read back: it is no file")
 
     def publish(self, path: str, *, overwrite: bool = False) -> bool:
-        return self._tier.publish(path, self._resting, overwrite)
+        if self._resting is None:
+            raise RuntimeError("already published or discarded")
+        resting, self._resting = self._resting, None
+        return self._tier.publish(path, resting, overwrite)
 
     def discard(self) -> None:
-        """Nothing lies anywhere else."""
+        self._resting = None

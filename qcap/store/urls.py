@@ -10,7 +10,7 @@ from urllib.parse import unquote, urlsplit
 import obstore
 
 from qcap.errors import ConfigError, StoreUnavailable
-from qcap.store.buckets import Bucket, LocalBucket, ObstoreBucket, memory_bucket
+from qcap.store.buckets import Bucket, LocalBucket, ObstoreBucket
 from qcap.store.memory import MemoryTier
 from qcap.store.objects import ObjectTier
 
@@ -29,7 +29,7 @@ def open_tier(url: str) -> ObjectTier:
         ConfigError: not a URL of a known scheme; the message lists them.
         StoreUnavailable: it cannot be opened.
     """
-    if isinstance(url, str) and url.startswith("memory://"):
+    if isinstance(url, str) and "://" in url and urlsplit(url).scheme == "memory":
         return MemoryTier(_memory_name(url))
     bucket, url = _bucket(url)
     bucket.check()
@@ -49,8 +49,6 @@ def _bucket(url: str) -> tuple[Bucket, str]:
         if parts.netloc not in ("", "localhost") or not parts.path:
             raise ConfigError(f"{url!r} has no absolute path: write file:///{parts.netloc}{parts.path} (three slashes)")
         return LocalBucket(Path(unquote(parts.path))), url
-    if parts.scheme == "memory":
-        return memory_bucket(_memory_name(url)), f"memory://{_memory_name(url)}"
     if parts.scheme in CLOUD_SCHEMES:
         return _cloud_bucket(url)
     if parts.scheme.startswith("qcap"):
@@ -63,7 +61,7 @@ def _bucket(url: str) -> tuple[Bucket, str]:
 
 
 def _memory_name(url: str) -> str:
-    name = url.removeprefix("memory://").strip("/")
+    name = url.partition("://")[2].strip("/")
     if not name:
         raise ConfigError("memory:// needs a name, for instance memory://scratch: two openers of one name share it")
     return name

@@ -555,7 +555,7 @@ def test_the_ring_is_budgeted_before_it_is_allocated(engine, caplog):  # P17: sa
     with pytest.raises(ConfigError, match=r"qcap\.q\.ring_bytes is 0 MiB.*Raise"):
         engine(store="memory://budget", extra={"qcap.q.ring_bytes": 1000}).start()
     row = 4 * D * 4
-    needed = 2 * 512 * 2 * row + 2 * 8192 * row  # two small steps of two layers, a window for each of the two layers
+    needed = 2 * 512 * 2 * row + 2 * 8192 * row + 8 * (2 * 512 + 8192)  # two small steps of two layers, a window for each of the two layers
     with caplog.at_level(logging.INFO, logger="qcap.vllm"):
         e = engine(store="memory://budget3", max_num_batched_tokens=8192, extra={"qcap.q.ring_bytes": 2 * needed}).start()
     query = e.worker._query

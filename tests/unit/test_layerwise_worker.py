@@ -204,6 +204,7 @@ def test_saving_goes_a_layer_at_a_time_and_ends_once(bench, monkeypatch):  # L10
     started, moved = [], []
     stager = b.sim.kv._stager
     start, pack = stager.start, stager.pack
+    monkeypatch.setattr(stager, "layers_at_once", lambda host: 1)  # as for a large step on a GPU
     monkeypatch.setattr(stager, "start", lambda *a, **k: (started.append(a), start(*a, **k))[1])
     monkeypatch.setattr(
         stager, "pack", lambda table, ids, host, first, last: (moved.append((first, last)), pack(table, ids, host, first, last))[1]

@@ -265,12 +265,13 @@ def geometry(layers=32, heads=32, size=128, dtype="bfloat16"):
 
 def test_an_8b_model_at_8192_tokens_a_step_fits_into_half_a_gigabyte():  # P17 W33: the resident form takes 4.3 GB
     budget = StreamBudget.plan(geometry(), max_rows=8192, small_rows=512, ring_bytes=512 << 20)
-    assert budget.nbytes == 512 << 20 and budget.windows == 4
+    assert budget.nbytes <= 512 << 20 and budget.windows == 3
+    assert budget.nbytes == 3 * 8192 * 8192 + 2 * 512 * 32 * 8192 + 8 * (2 * 512 + 8192)
 
 
 def test_a_budget_that_is_too_small_says_what_is_needed():
     least = StreamBudget.least(geometry(), max_rows=8192, small_rows=512)
-    with pytest.raises(ConfigError, match=f"needs {least.nbytes >> 20} MiB and qcap.q.ring_bytes is 100 MiB"):
+    with pytest.raises(ConfigError, match=f"needs {least.nbytes / 2**20:.0f} MiB and qcap.q.ring_bytes is 100 MiB"):
         StreamBudget.plan(geometry(), max_rows=8192, small_rows=512, ring_bytes=100 << 20)
     assert StreamBudget.plan(geometry(), max_rows=8192, small_rows=512, ring_bytes=least.nbytes) == least and least.windows == 1
 
