@@ -54,26 +54,32 @@ class FlatStep:
     Args:
         start, end: int64 ``[R]``, in the order of the step's requests.
         block_ids: int64 ``[P]``: the KV blocks that each writes, one request after another.
+        special: whether a request of the step is to be skipped or was just admitted.
     """
 
     start: np.ndarray
     end: np.ndarray
     block_ids: np.ndarray
+    special: bool
+
+
+_NONE = np.empty(0, dtype=np.int64)
 
 
 def flatten(requests: Sequence[RequestStep], block_size: int) -> FlatStep:
     """The flat form of a step's requests."""
-    start, end, blocks = array("q"), array("q"), array("q")
-    for request in requests:
-        begin = request.start
-        if request.end > begin and not request.skip:
+    start, end, blocks, special = array("q"), array("q"), array("q"), False
+    for _, _, _, begin, until, first, block_ids, admitted, skip in requests:  # unpacked: this is run for every request of every step
+        if admitted or skip:
+            special = True
+        if until > begin and not skip:
             start.append(begin)
-            end.append(request.end)
-            skip = begin // block_size - request.first_block
-            blocks.extend(request.block_ids[skip:] if skip > 0 else request.block_ids)
+            end.append(until)
+            before = begin // block_size - first
+            blocks.extend(block_ids[before:] if before > 0 else block_ids)
     if not start:
-        return FlatStep(*[np.empty(0, dtype=np.int64)] * 3)
-    return FlatStep(np.frombuffer(start, np.int64), np.frombuffer(end, np.int64), np.frombuffer(blocks, np.int64))
+        return FlatStep(_NONE, _NONE, _NONE, special)
+    return FlatStep(np.frombuffer(start, np.int64), np.frombuffer(end, np.int64), np.frombuffer(blocks, np.int64), special)
 
 
 class TokenUpdate(NamedTuple):

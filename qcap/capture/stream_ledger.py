@@ -58,7 +58,7 @@ class StreamLedger:
         self._requests: dict[int, _Rows] = {}
         self._owner = np.full(num_kv_blocks, -1, dtype=np.int64)  # KV block -> uid whose rows it stands for
         self._index = np.zeros(num_kv_blocks, dtype=np.int64)  # and its place in that request's block table
-        self._flat = FlatStep(*[np.empty(0, dtype=np.int64)] * 3)  # of the step that was planned last
+        self._flat = flatten((), block_size)  # of the step that was planned last
         self._places = np.arange(0, dtype=np.int64)  # 0, 1, 2, ...
         self._open: tuple[Step, FlatStep, StepRows] | None = None  # the step that is running, and where its rows will be
         self._shared: list[tuple[int, int, int]] = []  # (uid, block, owner's uid): to be looked up when it has run
@@ -80,12 +80,12 @@ class StreamLedger:
         n = self._n
         if step.overwritten or step.loads or step.preempted or step.resampled:
             self._forget(step)
-        for request in step.requests:
+        flat = self._flat = step.flat or flatten(step.requests, n)
+        for request in step.requests if flat.special else ():
             if request.skip:
                 self._owner[list(_written(request, n))] = -1
             elif request.admitted and request.uid in self._requests:
                 self._forget_blocks(request.uid)
-        flat = self._flat = step.flat or flatten(step.requests, n)
         start, end, block_ids = flat.start, flat.end, flat.block_ids
         count, total = len(start), len(block_ids)
         if not count:
@@ -111,12 +111,11 @@ class StreamLedger:
     def open(self, step: Step, source: StepRows) -> None:
         """The planned step runs, and its rows will be in ``source``."""
         self._open = step, self._flat, source.hold()
-        requests, admitted = self._requests, False
+        requests = self._requests
         for request in step.requests:
             if request.uid not in requests and not request.skip and request.end > request.start:
                 requests[request.uid] = _Rows()
-            admitted = admitted or request.admitted
-        if admitted and any(r.admitted and r.start and not r.skip for r in step.requests):
+        if self._flat.special and any(r.admitted and r.start and not r.skip for r in step.requests):
             self._note_blocks(step, self._flat)
             for request in step.requests:
                 if request.admitted and request.start and not request.skip:
