@@ -1,4 +1,4 @@
-"""The ``qcap`` command: what is in a store, whether it is sound, what this machine can do, and the demo.
+"""The ``qcap`` command: what is in a store, whether it is sound, what this machine can do, the demo, and a timeline.
 
 Errors that qcap raises on purpose are one line on stderr and exit code 2; ``--debug`` shows where they came from. Exit code 1 means that
 the command ran and found something wrong (``verify``, ``doctor``, ``demo``).
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from qcap.store.tiers import SequenceRecord
 
 app = typer.Typer(name="qcap", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Small runs that show how something works on this machine.")
+app.add_typer(bench, name="bench")
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="The store: file:///data/captures, a plain path, s3://bucket/prefix, ...")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
@@ -362,6 +364,32 @@ def demo(
     except KeyboardInterrupt:
         Console(stderr=True).print("interrupted; nothing of this run is kept")
         raise typer.Exit(130) from None
+
+
+@bench.command("layerwise")
+def bench_layerwise(
+    trace: Annotated[Path, typer.Option(help="Where to write the Chrome trace; its picture goes beside it, ending in .png.")],
+    layers: Annotated[int, typer.Option(min=1, help="Layers.")] = 12,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens to load, and as many to store; whole chunks of 64.")] = 512,
+    read_ms: Annotated[float, typer.Option(min=0, help="Milliseconds the slow store takes to read a layer.")] = 8.0,
+    compute_ms: Annotated[float, typer.Option(min=0, help="Milliseconds a layer computes (a stand-in that does nothing else).")] = 10.0,
+) -> None:
+    """Load and store a small made-up cache layer by layer, once, and draw who did what when."""
+    from qcap.demo.timeline import TimelineSettings, run
+
+    timeline, picture = run(TimelineSettings(layers, tokens, read_ms, compute_ms), trace)
+    load, compute = timeline.work("load"), timeline.work("compute")
+    rows = [
+        ("total", f"{timeline.total / 1000:.1f} ms"),
+        ("sum of load", f"{load / 1000:.1f} ms"),
+        ("sum of compute", f"{compute / 1000:.1f} ms"),
+        ("sum of store", f"{timeline.work('store') / 1000:.1f} ms"),
+        ("load + compute in sequence", f"{(load + compute) / 1000:.1f} ms"),
+        ("overlap: share of loading during which a layer computed", f"{timeline.overlap:.0%}"),
+    ]
+    console = Console()
+    console.print(_table(f"{layers} layers of {tokens} tokens on {timeline.device}", ("", ""), rows))
+    console.print(Text(f"trace: {trace} (chrome://tracing, Perfetto); picture: {picture}"), soft_wrap=True)
 
 
 # -- output -----------------------------------------------------------------------------------------------------------

@@ -112,7 +112,7 @@ class Capture:
     def begin_step(self, step: Step) -> None:
         """Before the forward pass: token ids that became known, requests that ended, the plan of this step."""
         with self._lock:
-            if self._step is not None:  # it was begun and never ended: what it completed has not been looked at
+            if self._step is not None and not self._speculative:  # it was begun and never ended: what it completed has not been looked at
                 self._behind.update(request.uid for request in self._step.requests)
             self._step, self._invalid, self._speculative = step, set(), step.speculative
             gone = set(step.overwritten)
@@ -135,6 +135,8 @@ class Capture:
             for uid in step.resampled:
                 if uid in self._tracks:
                     self._drop_waiting(self._tracks[uid], "token-ids-changed", again=True)
+                    if not step.speculative:
+                        self._behind.add(uid)
             for request in step.requests:
                 track, blocks = self._tracks[request.uid], request.block_ids
                 if request.skip:
@@ -225,7 +227,7 @@ class Capture:
                 size = self.geometry.chunk_size
                 for request in step.requests:
                     # Only a step that passes a chunk's end can make it whole, or the first one after admission, for what others computed.
-                    if request.end // size != request.start // size or request.admitted or self._behind:
+                    if request.end // size != request.start // size or request.admitted or request.uid in self._behind:
                         track = self._tracks.get(request.uid)
                         if track is not None:  # else it ended between its step and this
                             self._collect(track, request.end)
@@ -362,6 +364,7 @@ class Capture:
     def finish(self, done: FinishedRequest) -> None:
         """A request ended (by itself, by abort, or by failure): take its last chunks, give everything back, write its receipt."""
         with self._lock:
+            self._behind.discard(done.uid)
             track = self._tracks.pop(done.uid, None)
             if track is None:
                 return
@@ -437,7 +440,8 @@ class Capture:
                 for uid, track in list(self._tracks.items()):
                     self.counters["requests_cut_off"] += 1
                     known = len(track.tokens)
-                    self.finish(FinishedRequest(uid, known, known, max(0, min(known - 1, len(track.block_ids) * size))))
+                    computed = max(0, min(known - 1, track.end, len(track.block_ids) * size))
+                    self.finish(FinishedRequest(uid, known, known, computed))
                 for feature in list(self.features):
                     with self.guard(f"closing {feature.kind.value}", feature):
                         feature.close()

@@ -28,12 +28,16 @@ class KVFeature:
         geometry: of this rank.
         pages, layouts: of each layer.
         stager: the way to the host.
+        strict: blocks may be written by what is not in a step (another cache group of the engine, or the engine itself before a step
+            begins): the device then goes on only when all pages have been read. Turned on by the first step that tells of such blocks.
     """
 
     kind = CacheKind.KV
 
-    def __init__(self, geometry: Geometry, pages: Sequence[torch.Tensor], layouts: Sequence[PagedLayout], stager: PageStager) -> None:
-        self._geometry, self._stager = geometry, stager
+    def __init__(
+        self, geometry: Geometry, pages: Sequence[torch.Tensor], layouts: Sequence[PagedLayout], stager: PageStager, *, strict: bool = False
+    ) -> None:
+        self._geometry, self._stager, self._strict = geometry, stager, strict
         self.table = kernels.PageTable([layout.views(page) for page, layout in zip(pages, layouts, strict=True)])
         self.on_device_bytes = stager.nbytes
         self._job: PageJob | None = None
@@ -54,7 +58,11 @@ class KVFeature:
         reading = self._reading
         while reading and reading[0][0].query():
             reading.popleft()
+        self._strict = self._strict or bool(step.overwritten)
         if not reading:
+            return
+        if step.number == 0 or any(request.skip == "block-table-unknown" for request in step.requests):
+            self._wait(reading[-1][0])  # which blocks it writes is not known
             return
         n = self._geometry.block_size
         written = set(step.overwritten)
@@ -64,7 +72,10 @@ class KVFeature:
             written.update(load.block_ids[load.start // n :])
         for event, blocks in reading:
             if not written.isdisjoint(blocks):
-                torch.cuda.current_stream(self._stager.device).wait_event(event)
+                self._wait(event)
+
+    def _wait(self, event: Any) -> None:
+        torch.cuda.current_stream(self._stager.device).wait_event(event)
 
     def layer_done(self, layer: int) -> None:
         """The pages of layers up to ``layer`` hold what this step writes: what is due may leave."""
@@ -114,6 +125,8 @@ class KVFeature:
     def _read(self, job: PageJob) -> None:
         if job.packed is not None:
             self._reading.append((job.packed, frozenset(job.block_ids.tolist())))
+            if self._strict:
+                self._wait(job.packed)
 
     def end(self) -> None:
         """Chunks that were due and that nobody took give their memory back."""

@@ -33,11 +33,11 @@ class PlanBuffer:
         self._arrays = [host.numpy() for host in self._hosts]
         self._views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._events: list[Any] = [None] * (len(self._hosts) // _GROUP)
-        self._turn = -1
+        self._turn = 0
 
     def next(self) -> np.ndarray:
         """Int64, to write the next plan's requests and keys to, from place 0 on."""
-        self._turn = turn = (self._turn + 1) % len(self._hosts)
+        turn = self._turn
         if self._cuda and turn % _GROUP == 0 and self._events[turn // _GROUP] is not None:
             self._events[turn // _GROUP].synchronize()  # 24 steps old: long done
         return self._arrays[turn][_HEADER:]
@@ -54,6 +54,7 @@ class PlanBuffer:
         if self._cuda and turn % _GROUP == _GROUP - 1:
             event = self._events[turn // _GROUP] = self._events[turn // _GROUP] or torch.cuda.Event()
             event.record()
+        self._turn = (turn + 1) % len(self._hosts)  # a plan that is not sent leaves its turn to the next
 
     def quiet(self) -> None:
         """Plan nothing."""

@@ -90,6 +90,8 @@ class HostArena:
                     self._lend(own, own)
                 return own
             if not self.waits:
+                for busy in self._busy:  # too late for this one; the next finds what they make room for
+                    busy()
                 return None
             with self._changed:
                 self._changed.wait(0.02)

@@ -61,9 +61,10 @@ class StepRows:
 
 
 class Place(NamedTuple):
-    """Where a step's rows lie: request i's positions ``[start[i], end[i])`` are the rows of ``source`` from ``row[i]`` on."""
+    """Where a step's rows lie: request i's positions ``[start[i], end[i])`` are the rows of ``source`` from ``row[i]`` on. Without a
+    source none of them counts."""
 
-    source: StepRows
+    source: StepRows | None
     start: list[int]
     end: list[int]
     row: list[int]
@@ -96,7 +97,7 @@ class StepRecord:
         if self.refs == 0:
             with _places:
                 place, self.place = self.place, None
-            if place is not None:
+            if place is not None and place.source is not None:
                 place.source.drop()
 
     def span(self, uid: int) -> tuple[int, int]:
@@ -109,7 +110,7 @@ class StepRecord:
         """Rows of positions ``[first, last)``, held, to be put at row ``at`` of a chunk."""
         with _places:
             place = self.place
-            assert place is not None
+            assert place is not None and place.source is not None
             i = self.index[uid]
             return Piece(place.source.hold(), place.row[i] + first - place.start[i], last - first, at)
 
@@ -119,7 +120,9 @@ class StepRecord:
             old, alive = self.place, self.place is not None
             if alive:
                 self.place = place
-        (old.source if alive and old is not None else place.source).drop()
+        gone = old.source if alive and old is not None else place.source
+        if gone is not None:
+            gone.drop()
 
 
 @dataclass(frozen=True)

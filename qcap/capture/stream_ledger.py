@@ -30,10 +30,12 @@ class Shared:
 
 @dataclass
 class _Rows:
-    """What is known of one request: who brought rows, by chunk, and chunks that have been staged or given up."""
+    """What is known of one request: who brought rows, by chunk; chunks that have been staged or given up; and chunks that cannot become
+    whole (their first rows were never computed here, and nobody has them), which hold nothing unless they are computed from their start."""
 
     chunks: dict[int, list[StepRecord | Shared]] = field(default_factory=dict)
     staged: set[int] = field(default_factory=set)
+    dead: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,7 @@ class StreamLedger:
                         self.release_chunk(request.uid, chunk)
                         rows.staged.add(chunk)
                         self._on_skip(request.uid, chunk, reason)
+        self._owner[self._flat.block_ids] = -1
 
     def commit(self, invalid: Iterable[int] = ()) -> StepRecord | None:
         """The step's rows have been written. Rows of ``invalid`` requests were computed on bad data: they count as not there.
@@ -143,10 +146,14 @@ class StreamLedger:
     def _close_step(self, bad: frozenset[int]) -> StepRecord | None:
         if self._open is None:
             return None
-        (step, flat, source), self._open = self._open, None
+        (step, flat, opened), self._open = self._open, None
+        source: StepRows | None = opened
         uids = [r.uid for r in step.requests if r.end > r.start and not r.skip]
         counts = flat.end - flat.start
         start, end, row = flat.start.tolist(), flat.end.tolist(), (np.cumsum(counts) - counts).tolist()
+        if bad.issuperset(uids):  # none of its rows counts: only that they are no longer what they were
+            opened.drop()
+            source = None
         record = StepRecord(uids, Place(source, start, end, row), bad)
         requests, size, refs = self._requests, self._size, 0
         for uid, begin, until in zip(uids, start, end, strict=True):
@@ -154,6 +161,10 @@ class StreamLedger:
             if rows is None:  # it ended between the step and this
                 continue
             for chunk in range(begin // size, (until - 1) // size + 1):
+                if chunk in rows.dead:
+                    if begin > chunk * size:
+                        continue
+                    rows.dead.discard(chunk)
                 if chunk not in rows.staged:
                     known = rows.chunks.get(chunk)
                     if known is None:
@@ -164,8 +175,21 @@ class StreamLedger:
         record.refs = refs + 1  # our own, until the end of this
         self._note_blocks(step, flat)
         self._attach_shared()
+        if flat.special:
+            self._bury(step)
         record.release()
         return record if record.refs else None
+
+    def _bury(self, step: Step) -> None:
+        """Chunks that requests were admitted in the middle of, and whose rows before that nobody has."""
+        for request in step.requests:
+            rows, chunk = self._requests.get(request.uid), request.start // self._size
+            begin = chunk * self._size
+            if rows is None or not request.admitted or request.start == begin or chunk in rows.staged or chunk in rows.dead:
+                continue
+            if _cover(rows.chunks.get(chunk, []), request.uid, begin, request.start) is None:
+                self.release_chunk(request.uid, chunk)
+                rows.dead.add(chunk)
 
     def needed(self, record: StepRecord) -> list[Keep]:
         """What of a step's rows is needed still."""

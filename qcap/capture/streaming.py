@@ -14,6 +14,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -288,7 +289,7 @@ class StreamingQueryFeature:
         if step_number != self._number or rows is None or not self.active:
             return
         layers = self._geometry.num_layers
-        if self._calls % layers or (self._large and not self._calls):
+        if self._calls % layers or (self._large and self._calls != layers):
             self._counters["query.steps_incomplete"] += 1
             self._drop_step()
             often.error("only %d of %d layers brought queries in step %d: its rows are dropped", self._calls, layers, step_number)
@@ -346,12 +347,16 @@ class StreamingQueryFeature:
         while resting and (resting[0].place is None or self._arena.used - leaving > limit):
             record = resting.popleft()
             if record.place is not None:
-                leaving += record.place.source.rows.nbytes
-                self.mover.move(record, record.place.source, None)
+                source = record.place.source
+                if source is not None:
+                    leaving += source.rows.nbytes
+                    self.mover.move(record, source, self.ledger.needed(record))
         return self.mover.busy()
 
     def _drop_step(self) -> None:
         """A step that was begun and never ended, or whose rows cannot be used."""
+        if self.active:
+            self.quiet()
         rows, self._rows = self._rows, None
         self._record = None
         self.ledger.abandon()
@@ -364,22 +369,22 @@ class StreamingQueryFeature:
 
     def take(self, track: RequestTrack, final_tokens: int) -> Iterator[tuple[int, Stage]]:
         """Whole chunks below ``final_tokens``."""
-        for chunk in self.ledger.complete(track.uid, final_tokens):
-            used = False
+        found = self.ledger.complete(track.uid, final_tokens)
+        unused = {chunk.index: chunk for chunk in found}
 
-            def stage(chunk: WholeChunk = chunk) -> Staged:
-                nonlocal used
-                staged = self._stage(chunk)
-                used = True
-                return staged
+        def stage(chunk: WholeChunk) -> Staged:
+            staged = self._stage(chunk)
+            del unused[chunk.index]
+            return staged
 
-            try:
-                yield chunk.index, stage
-            finally:
+        try:
+            for chunk in found:
+                yield chunk.index, partial(stage, chunk)
                 self.ledger.release_chunk(track.uid, chunk.index)
-                if not used:
-                    for piece in chunk.pieces:
-                        piece.drop()
+        finally:  # also of chunks that were never asked for, should the caller not come back
+            for chunk in unused.values():
+                for piece in chunk.pieces:
+                    piece.drop()
 
     def _stage(self, chunk: WholeChunk) -> Staged:
         shape, pieces = self._geometry.chunk_shape(CacheKind.QUERY), chunk.pieces

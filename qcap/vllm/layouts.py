@@ -26,6 +26,7 @@ class CacheGroup:
         block_size: tokens in a block of this group.
         num_blocks: B.
         left_out: layer name -> why it is not captured.
+        alone: there is no other group, which would share the block pool.
     """
 
     index: int
@@ -33,6 +34,7 @@ class CacheGroup:
     block_size: int
     num_blocks: int
     left_out: dict[str, str] = field(default_factory=dict)
+    alone: bool = True
 
     @property
     def whole(self) -> bool:
@@ -86,7 +88,8 @@ def pick_group(kv_cache_config: Any, num_hidden_layers: int | None) -> CacheGrou
     if best is None:
         kinds = ", ".join(sorted({type(g.kv_cache_spec).__name__ for g in groups})) or "no cache groups"
         raise Unsupported(f"no full-attention cache group to capture ({kinds})")
-    return CacheGroup(best.index, best.specs, best.block_size, best.num_blocks, {n: r for n, r in left_out.items() if n not in best.specs})
+    left_out = {n: r for n, r in left_out.items() if n not in best.specs}
+    return CacheGroup(best.index, best.specs, best.block_size, best.num_blocks, left_out, alone=len(groups) == 1)
 
 
 def _why_not(spec: Any) -> str:

@@ -36,6 +36,9 @@ SMALL_STEP_ROWS = 512
 logger = logging.getLogger("qcap.vllm")
 often = RateLimitedLog(logger)
 
+_recorded: list[Any] = []
+"""Features that are closed, on a GPU: a recorded graph that still runs reads and writes their buffers, in which nothing is planned."""
+
 _local: weakref.WeakValueDictionary[str, WorkerSide] = weakref.WeakValueDictionary()
 
 
@@ -322,7 +325,7 @@ class WorkerSide:
             layouts = [certify(n, layers[n], kv_caches[n], self._group.specs[n], self._group.num_blocks) for n in names]
             if kv_caches[names[0]].dtype != geometry.torch_dtype:
                 raise Unsupported(f"a {kv_caches[names[0]].dtype} cache beside a {geometry.dtype} model")
-            feature = KVFeature(geometry, [kv_caches[n] for n in names], layouts, stager)
+            feature = KVFeature(geometry, [kv_caches[n] for n in names], layouts, stager, strict=not self._group.alone)
         except (Unsupported, ValueError, KeyError) as error:
             self.counters["kv.refused"] += 1
             self.refused["kv"] = str(error)
@@ -551,6 +554,8 @@ class WorkerSide:
             except Exception:
                 logger.exception("qcap: closing the capture failed")
             logger.info("qcap: %s", dict(sorted(self.counters.items())))
+        if self._side is not None and self._query is not None:
+            _recorded.append(self._query)
         self.hooks = self._query = self._pages = None
 
 

@@ -644,6 +644,64 @@ def test_one_step_larger_than_the_arena_is_taken_when_nothing_else_is_lent():
     assert large is not None and arena.take((10_000,), torch.uint8) is None and arena.over_budget == 10_000
 
 
+def test_an_arena_without_room_asks_for_some_for_the_next_time():
+    arena, asked = HostArena(4096, pinned=False, waits=False), []
+    piece = arena.take((10,), torch.uint8)
+    arena.watch(lambda: bool(asked.append(1)) or bool(arena.give(piece)))
+    assert arena.take((10,), torch.uint8) is None and asked
+    assert arena.take((10,), torch.uint8) is not None
+
+
+def test_cut_off_in_the_middle_of_a_block_only_what_was_computed_is_taken(bench):  # R37: the rest of its last page is another's
+    b = bench(speculative=True)
+    b.run(request(1, 0, 13, [5, 3, 9, 2]), tokens=[(1, 0, IDS[:40])], speculative=True)
+    b.capture.close()
+    for kind in CacheKind:
+        assert [r.start for r, _ in b.store.published if r.kind is kind] == [0]
+
+
+def test_a_step_that_never_ended_is_forgotten_with_its_requests(bench):
+    b = bench()
+    step = b.step(request(1, 0, 8, [5, 3]), tokens=[(1, 0, IDS[:8])])
+    b.worker.begin(step)
+    b.run(request(2, 0, 8, [6, 4]), tokens=[(2, 0, IDS[10:18])])
+    assert b.capture._behind == {1}
+    for uid in (1, 2):
+        b.finish(uid, 9)
+    assert not b.capture._behind and b.free()
+
+
+def test_a_large_step_that_runs_its_layers_twice_is_dropped(bench):
+    b = bench()
+    if not b.sim.streaming:
+        pytest.skip("a resident ring takes the later rows")
+    step = b.step(request(1, 0, 16, [5, 3, 9, 2]), tokens=[(1, 0, IDS[:16])])
+    b.worker.begin(step)
+    b.forward(step)
+    b.forward(step)
+    b.worker.end()
+    assert b.counters["query.steps_incomplete"] == 1 and not b.objects(CacheKind.QUERY)
+    b.finish(1, 17, computed=16)
+    assert b.free()
+
+
+def test_chunks_that_are_found_and_not_asked_for_hold_nothing(bench):
+    b = bench()
+    if not b.sim.streaming:
+        pytest.skip("about held rows")
+    step = b.step(request(1, 0, 24, [5, 3, 9, 2, 8, 7]), tokens=[(1, 0, IDS[:24])])
+    b.worker.begin(step)
+    b.forward(step)
+    b.sim.query.commit(step.number, ())
+    found = b.sim.query.take(b.capture._tracks[1], 24)
+    next(found)
+    found.close()
+    b.sim.query.end()
+    b.sim.query.ledger.release(1)
+    b.sim.query.mover.close()
+    assert b.sim.arena.outstanding == (b.sim.kv._job is not None)
+
+
 # ---- a simulated engine -----------------------------------------------------------------------------------------------------------
 
 TIGHT = {"num_blocks": 13, "max_prompt": 24}

@@ -278,3 +278,30 @@ def test_a_budget_that_is_too_small_says_what_is_needed():
 
 def test_small_steps_alone_need_no_window():
     assert StreamBudget.plan(geometry(), max_rows=512, small_rows=512, ring_bytes=1 << 30).windows == 0
+
+
+# ---- what can never become whole holds nothing ------------------------------------------------------------------------------------
+
+
+def test_a_chunk_entered_in_the_middle_holds_nothing_until_it_is_computed_from_its_start():
+    """A prefix hit in mid-chunk whose rows nobody has: its later rows would pin every step they came in, for the request's whole life."""
+    rig = Rig()
+    rig.run(request(1, 4, 6, [1, 2], admitted=True), request(2, 0, 1, [3]))
+    for position in (6, 7, 8):
+        rig.run(request(1, position, position + 1, [1, 2, 4][: position // N + 1]))
+    assert rig.take(1, 9) == {}
+    assert list(rig.ledger._requests[1].chunks) == [1], "the chunk that follows goes on as ever"
+    rig.ledger.release(2)
+    assert rig.out == 1
+    rig.run(request(1, 0, 9, [5, 6, 7], admitted=True))
+    assert rig.take(1, 9) == {0: rows_of(1, range(8), 5)}
+
+
+def test_a_step_that_never_ended_holds_no_memory():
+    rig = Rig()
+    lost = rig.begin(request(1, 0, 6, [1, 2]))
+    lost.drop()
+    rig.ledger.abandon()
+    assert rig.out == 0 and rig.ledger._requests[1].chunks
+    rig.run(request(1, 0, 8, [1, 2]), invalid=[1])
+    assert rig.out == 0 and rig.take(1, 8) == {}
