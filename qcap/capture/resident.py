@@ -71,6 +71,11 @@ class QueryFeature:
         self._reading: Any = None  # event after which no ring block that was given back is read any more
         self.active = False
 
+    @property
+    def graph_buffers(self) -> tuple[torch.Tensor, ...]:
+        """What kernels in a recorded graph read and write."""
+        return (self._plan.device, self._ring_slots, self._stamps, *self.ring.layers)
+
     def _on_skip(self, uid: int, chunk: int, reason: str) -> None:
         self._skips.setdefault(uid, {})[chunk] = reason
         self._counters[f"query.skipped.{reason}"] += 1

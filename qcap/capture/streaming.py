@@ -159,6 +159,11 @@ class StreamingQueryFeature:
         self._large = False
         self.active = False
 
+    @property
+    def graph_buffers(self) -> tuple[torch.Tensor, ...]:
+        """What kernels in a recorded graph read and write."""
+        return (self._plan.device, self._ring_slots, self._stamps_small, self.resident)
+
     def _on_skip(self, uid: int, chunk: int, reason: str) -> None:
         self._skips.setdefault(uid, {})[chunk] = reason
         self._counters[f"query.skipped.{reason}"] += 1

@@ -37,7 +37,8 @@ logger = logging.getLogger("qcap.vllm")
 often = RateLimitedLog(logger)
 
 _recorded: list[Any] = []
-"""Features that are closed, on a GPU: a recorded graph that still runs reads and writes their buffers, in which nothing is planned."""
+"""Buffers of rings that a second registration replaced: a graph recorded before it, should it still run, reads and writes them. Nothing is
+planned in them."""
 
 _local: weakref.WeakValueDictionary[str, WorkerSide] = weakref.WeakValueDictionary()
 
@@ -82,6 +83,8 @@ class WorkerSide:
         Raises:
             GeometryMismatch: the store holds another model's geometry under this name (only with ``on_pressure="wait"``).
         """
+        if self._query is not None and self._side is not None:
+            _recorded.append(self._query.graph_buffers)
         self.close()  # registered before, with other pages: nothing of that may stay
         layers = attention_layers(self._vllm_config)
         names = [name for name in self._group.specs if name in layers]
@@ -554,8 +557,6 @@ class WorkerSide:
             except Exception:
                 logger.exception("qcap: closing the capture failed")
             logger.info("qcap: %s", dict(sorted(self.counters.items())))
-        if self._side is not None and self._query is not None:
-            _recorded.append(self._query)
         self.hooks = self._query = self._pages = None
 
 
