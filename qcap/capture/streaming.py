@@ -36,6 +36,7 @@ often = RateLimitedLog(logging.getLogger("qcap.capture"))
 RESIDENT_STEPS = 2
 """Small steps whose rows fit into the resident part: one is written while the one before leaves."""
 MAX_WINDOWS = 8
+MAX_TOGETHER = 8
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,27 @@ class StreamBudget:
         return self.resident_bytes + self.windows * self.window_bytes + stamps
 
 
+class _Leaving:
+    """Rows of a device buffer that a copy still reads: the device waits before it writes over them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._spans: deque[tuple[int, int, Any]] = deque()  # (first, last, event), in the order of their copies
+
+    def add(self, first: int, last: int, event: Any) -> None:
+        """Rows ``[first, last)`` are read until ``event``."""
+        self._spans.append((first, last, event))
+
+    def wait(self, first: int, last: int) -> None:
+        """What is queued on the current stream from now on may write rows ``[first, last)``."""
+        spans = self._spans
+        while spans and spans[0][2].query():
+            spans.popleft()
+        overlapping = [event for a, b, event in spans if a < last and first < b]
+        if overlapping:  # copies are over in their order, so the last one will do
+            torch.cuda.current_stream(self._device).wait_event(overlapping[-1])
+
+
 class StreamingQueryFeature:
     """Queries, streamed to the host as they are computed.
 
@@ -134,7 +156,7 @@ class StreamingQueryFeature:
         device, self.dtype, width = stager.device, geometry.torch_dtype, geometry.hidden(CacheKind.QUERY)
         self._cuda = device.type == "cuda"
         self._device = device
-        self.windows = [torch.empty((budget.max_rows, width), dtype=self.dtype, device=device) for _ in range(budget.windows)]
+        self.windows = torch.empty((budget.windows * budget.max_rows, width), dtype=self.dtype, device=device)
         self.resident = torch.empty((RESIDENT_STEPS * budget.small_rows, geometry.num_layers, width), dtype=self.dtype, device=device)
         self._resident_layers = [self.resident[:, layer] for layer in range(geometry.num_layers)]
         self._stamps_small = torch.zeros(RESIDENT_STEPS * budget.small_rows, dtype=torch.int64, device=device)
@@ -150,8 +172,9 @@ class StreamingQueryFeature:
         self._arena.watch(lambda: self._relieve(0))
         self.ledger = StreamLedger(geometry.block_size, geometry.chunk_size, num_kv_blocks, self._on_skip)
         self._skips: dict[int, dict[int, str]] = {}
-        self._free_at: list[Any] = [None] * budget.windows  # event after which a window may be written
-        self._leaving: deque[tuple[int, int, Any]] = deque()  # (first, last, event): resident rows on their way
+        self._leaving = _Leaving(device)  # resident rows on their way
+        self._leaving_large = _Leaving(device)  # and rows of the windows
+        self._together = self._places = 1  # layers that leave in one copy, and such groups that the windows hold
         self._next_small = 0
         self._rows: StepRows | None = None
         self._record: StepRecord | None = None  # of the step that was committed
@@ -189,6 +212,10 @@ class StreamingQueryFeature:
             self.ledger.give_up(step, "host-full")
             return
         self._rows, self._count, self._large = rows, count, large
+        if large:  # a step that does not fill a window leaves several layers at a time: fewer calls for the host
+            room = len(self.windows) // count
+            self._together = max(1, min(MAX_TOGETHER, room // 3))
+            self._places = room // self._together
         self._base = 0 if large else self._resident_place(count)
         self._plan.send(step.number, requests, blocks, self._base)
         self.ledger.open(step, rows)
@@ -224,12 +251,7 @@ class StreamingQueryFeature:
         if self._next_small + count > self.resident.shape[0]:
             self._next_small = 0
         first, self._next_small = self._next_small, self._next_small + count
-        if self._cuda:
-            while self._leaving and self._leaving[0][2].query():
-                self._leaving.popleft()
-            overlapping = [event for a, b, event in self._leaving if a < first + count and first < b]
-            if overlapping:
-                torch.cuda.current_stream(self._device).wait_event(overlapping[-1])
+        self._leaving.wait(first, first + count)
         return first
 
     def on_layer(self, layer: int, query: torch.Tensor, slot_mapping: torch.Tensor) -> None:
@@ -262,12 +284,11 @@ class StreamingQueryFeature:
             raise Unsupported(f"layer {layer}: rows are {width} wide, expected {self._resident_layers[0].shape[1]} (heads x head size)")
         if large:
             self._flush(layer)  # those before it, should nobody have said that they are done
-            turn = layer % len(self.windows)
-            if self._free_at[turn] is not None:
-                torch.cuda.current_stream(self._device).wait_event(self._free_at[turn])
-        kernels.row_scatter(
-            query.reshape(rows, width), slots, self.windows[layer % len(self.windows)] if large else self._resident_layers[layer]
-        )
+            first = self._window_of(layer)
+            if layer % self._together == 0:
+                self._leaving_large.wait(first, first + min(self._together, self._geometry.num_layers - layer) * self._count)
+        target = self.windows[first : first + self._count] if large else self._resident_layers[layer]
+        kernels.row_scatter(query.reshape(rows, width), slots, target)
         self._calls += 1
         if large and not self._cuda:
             self._flush(layer + 1)
@@ -278,15 +299,23 @@ class StreamingQueryFeature:
             self._flush(layer + 1)
 
     def _flush(self, layers: int) -> None:
-        """Queue the copies of a large step's layers below ``layers``."""
-        rows = self._rows
-        while rows is not None and self._flushed < layers:
-            layer, self._flushed = self._flushed, self._flushed + 1
-            turn = layer % len(self.windows)
-            self._stager.copy_out(self.windows[turn][: self._count], rows.rows[:, layer], keep=True)
+        """Queue the copies of a large step's groups of layers that end below ``layers``."""
+        rows, total = self._rows, self._geometry.num_layers
+        while rows is not None and self._flushed < total:
+            begin, end = self._flushed, min(self._flushed + self._together, total)
+            if end > layers:
+                return
+            self._flushed = end
+            first = self._window_of(begin)
+            last = first + (end - begin) * self._count
+            home = rows.rows.transpose(0, 1)[begin:end]  # [layers, rows, H], contiguous
+            self._stager.copy_out(self.windows[first:last].view(home.shape), home, keep=True)
             if self._cuda:
-                self._free_at[turn] = torch.cuda.Event()
-                self._free_at[turn].record(self._stager.copy)
+                self._leaving_large.add(first, last, self._stager.events()[1])
+
+    def _window_of(self, layer: int) -> int:
+        """First row of the windows that ``layer`` of the running step goes to."""
+        return (layer // self._together % self._places * self._together + layer % self._together) * self._count
 
     def commit(self, step_number: int, invalid: Sequence[int]) -> None:
         """The forward pass has been queued. In a replayed graph, which only a small step can be, no layer called; else all must have."""
@@ -313,7 +342,7 @@ class StreamingQueryFeature:
         if self._cuda and self._large:
             self._stamps_free = rows.events[-1]
         elif self._cuda:
-            self._leaving.append((self._base, self._base + self._count, rows.events[-1]))
+            self._leaving.add(self._base, self._base + self._count, rows.events[-1])
         self._record = self.ledger.commit(invalid)
         self._check_counts()
         self.quiet()

