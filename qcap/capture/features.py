@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from qcap.attribution import FinishedRequest, Step
 from qcap.capture.staging import Staged
+from qcap.geometry import Geometry
 from qcap.kinds import CacheKind
 from qcap.tokens import TokenChunk
 
@@ -76,3 +78,48 @@ class Feature(Protocol):
 
     def close(self) -> None:
         """Give everything back."""
+
+
+class QueryLedger(Protocol):
+    """What both forms of the query ring keep books with."""
+
+    def forget_staged(self, uid: int, chunk: int) -> None:
+        """A staged chunk may be taken again."""
+
+    def release(self, uid: int) -> None:
+        """The request is over."""
+
+
+class QueryBooks:
+    """What both forms of the query ring say of a request: which of its chunks were left out, and why others never came.
+
+    Attributes:
+        ledger: set by the form.
+    """
+
+    kind = CacheKind.QUERY
+    ledger: QueryLedger
+
+    def __init__(self, geometry: Geometry, counters: Counter[str]) -> None:
+        self._geometry, self._counters = geometry, counters
+        self._skips: dict[int, dict[int, str]] = {}
+
+    def _on_skip(self, uid: int, chunk: int, reason: str) -> None:
+        self._skips.setdefault(uid, {})[chunk] = reason
+        self._counters[f"query.skipped.{reason}"] += 1
+
+    def forget(self, track: RequestTrack, chunk: int) -> None:
+        """The chunk's rows may be taken again, if they come again."""
+        self.ledger.forget_staged(track.uid, chunk)
+
+    def release(self, track: RequestTrack) -> None:
+        """Let go of what the request holds."""
+        self.ledger.release(track.uid)
+        self._skips.pop(track.uid, None)
+
+    def why_missing(self, track: RequestTrack, chunk: int) -> str:
+        """What it was left out for (``ring-full``, ``host-full``), ``prefix-cached`` or ``not-captured``."""
+        reason = self._skips.get(track.uid, {}).get(chunk)
+        if reason:
+            return reason
+        return "prefix-cached" if chunk * self._geometry.chunk_size < track.cached_until else "not-captured"

@@ -12,7 +12,7 @@ import torch
 
 from qcap import kernels
 from qcap.attribution import CompleteChunk, RowLedger, Step
-from qcap.capture.features import RequestTrack, Stage
+from qcap.capture.features import QueryBooks, RequestTrack, Stage
 from qcap.capture.plan import PlanBuffer
 from qcap.capture.staging import PageStager, RowsMissing, Staged
 from qcap.errors import Unsupported
@@ -24,7 +24,7 @@ from qcap.store.metrics import RateLimitedLog
 often = RateLimitedLog(logging.getLogger("qcap.capture"))
 
 
-class QueryFeature:
+class QueryFeature(QueryBooks):
     """Queries: scattered to a ring in every attention layer, gathered when a chunk is whole.
 
     All device work of a step has fixed shapes and persistent buffers, so it can be recorded into a CUDA graph: :meth:`on_layer` launches
@@ -41,8 +41,6 @@ class QueryFeature:
         never_lose: move partial chunks to the host when the ring is full, instead of dropping them.
     """
 
-    kind = CacheKind.QUERY
-
     def __init__(
         self,
         geometry: Geometry,
@@ -56,7 +54,8 @@ class QueryFeature:
         stager: PageStager,
         counters: Counter[str],
     ) -> None:
-        self._geometry, self._device, self._stager, self._counters = geometry, device, stager, counters
+        super().__init__(geometry, counters)
+        self._device, self._stager = device, stager
         n = geometry.block_size
         self.ring = QRingBuffer(geometry.num_layers, ring_blocks, n, geometry.hidden(CacheKind.QUERY), dtype, device)
         self.dtype = dtype
@@ -65,8 +64,7 @@ class QueryFeature:
         self._plan = PlanBuffer(plan_blocks, plan_blocks, device)
         self._ring_slots = torch.full((max_rows,), -1, dtype=torch.int64, device=device)
         self.on_device_bytes = self.ring.nbytes + self._stamps.nbytes
-        self.ledger = RowLedger(self.ring, geometry.chunk_size, spill=self._spill if never_lose else None, on_skip=self._on_skip)
-        self._skips: dict[int, dict[int, str]] = {}
+        self.ledger: RowLedger = RowLedger(self.ring, geometry.chunk_size, spill=self._spill if never_lose else None, on_skip=self._on_skip)
         self._number = self._calls = self._rows = 0
         self._reading: Any = None  # event after which no ring block that was given back is read any more
         self.active = False
@@ -75,10 +73,6 @@ class QueryFeature:
     def graph_buffers(self) -> tuple[torch.Tensor, ...]:
         """What kernels in a recorded graph read and write."""
         return (self._plan.device, self._ring_slots, self._stamps, *self.ring.layers)
-
-    def _on_skip(self, uid: int, chunk: int, reason: str) -> None:
-        self._skips.setdefault(uid, {})[chunk] = reason
-        self._counters[f"query.skipped.{reason}"] += 1
 
     # ---- the step -----------------------------------------------------------------------------------------------------------------
 
@@ -186,22 +180,6 @@ class QueryFeature:
             kernels.gather_pages(self._table, index, rows)
             self._counters["query.blocks_spilled"] += 1
             return rows.cpu(), self._stamps[ring_block * g.block_size : (ring_block + 1) * g.block_size].clone().cpu()
-
-    def forget(self, track: RequestTrack, chunk: int) -> None:
-        """The chunk's rows may be taken again, if they come again."""
-        self.ledger.forget_staged(track.uid, chunk)
-
-    def release(self, track: RequestTrack) -> None:
-        """Give the request's ring blocks back."""
-        self.ledger.release(track.uid)
-        self._skips.pop(track.uid, None)
-
-    def why_missing(self, track: RequestTrack, chunk: int) -> str:
-        """``ring-full``, ``prefix-cached`` or ``not-captured``."""
-        reason = self._skips.get(track.uid, {}).get(chunk)
-        if reason:
-            return reason
-        return "prefix-cached" if chunk * self._geometry.chunk_size < track.cached_until else "not-captured"
 
     def close(self) -> None:
         """Give every ring block back."""

@@ -21,7 +21,7 @@ import torch
 
 from qcap import kernels
 from qcap.attribution import Step
-from qcap.capture.features import RequestTrack, Stage
+from qcap.capture.features import QueryBooks, RequestTrack, Stage
 from qcap.capture.plan import PlanBuffer
 from qcap.capture.staging import PageStager, Ready, RowsMissing, Staged
 from qcap.capture.step_rows import Mover, Piece, StepRecord, StepRows, assemble, wrong_stamps
@@ -121,7 +121,7 @@ class _Leaving:
             torch.cuda.current_stream(self._device).wait_event(overlapping[-1])
 
 
-class StreamingQueryFeature:
+class StreamingQueryFeature(QueryBooks):
     """Queries, streamed to the host as they are computed.
 
     Args:
@@ -134,8 +134,6 @@ class StreamingQueryFeature:
         host_bytes: bound on rows that wait in ordinary memory for their chunk to fill. Only with an arena that does not wait.
         debug: after each step, wait for the device and compare how many rows it found with how many were announced.
     """
-
-    kind = CacheKind.QUERY
 
     def __init__(
         self,
@@ -151,7 +149,8 @@ class StreamingQueryFeature:
         host_bytes: int,
         debug: bool = False,
     ) -> None:
-        self._geometry, self.budget, self._stager, self._counters = geometry, budget, stager, counters
+        super().__init__(geometry, counters)
+        self.budget, self._stager = budget, stager
         self._arena, self._host_bytes = stager.arena, host_bytes
         device, self.dtype, width = stager.device, geometry.torch_dtype, geometry.hidden(CacheKind.QUERY)
         self._cuda = device.type == "cuda"
@@ -170,8 +169,7 @@ class StreamingQueryFeature:
         self.mover = Mover()
         self._resting: deque[StepRecord] = deque()  # small steps whose rows are in the arena still: most chunks fill before it does
         self._arena.watch(lambda: self._relieve(0))
-        self.ledger = StreamLedger(geometry.block_size, geometry.chunk_size, num_kv_blocks, self._on_skip)
-        self._skips: dict[int, dict[int, str]] = {}
+        self.ledger: StreamLedger = StreamLedger(geometry.block_size, geometry.chunk_size, num_kv_blocks, self._on_skip)
         self._leaving = _Leaving(device)  # resident rows on their way
         self._leaving_large = _Leaving(device)  # and rows of the windows
         self._together = self._places = 1  # layers that leave in one copy, and such groups that the windows hold
@@ -186,10 +184,6 @@ class StreamingQueryFeature:
     def graph_buffers(self) -> tuple[torch.Tensor, ...]:
         """What kernels in a recorded graph read and write."""
         return (self._plan.device, self._ring_slots, self._stamps_small, self.resident)
-
-    def _on_skip(self, uid: int, chunk: int, reason: str) -> None:
-        self._skips.setdefault(uid, {})[chunk] = reason
-        self._counters[f"query.skipped.{reason}"] += 1
 
     # ---- the step -----------------------------------------------------------------------------------------------------------------
 
@@ -451,22 +445,6 @@ class StreamingQueryFeature:
         if wrong:
             self._counters["query.rows_missing"] += wrong
             raise RowsMissing(f"{wrong} of {self._geometry.chunk_size} rows of a chunk never reached the ring: it is not published")
-
-    def forget(self, track: RequestTrack, chunk: int) -> None:
-        """The chunk's rows may be taken again, if they come again."""
-        self.ledger.forget_staged(track.uid, chunk)
-
-    def release(self, track: RequestTrack) -> None:
-        """Let go of the request's rows."""
-        self.ledger.release(track.uid)
-        self._skips.pop(track.uid, None)
-
-    def why_missing(self, track: RequestTrack, chunk: int) -> str:
-        """``host-full``, ``prefix-cached`` or ``not-captured``."""
-        reason = self._skips.get(track.uid, {}).get(chunk)
-        if reason:
-            return reason
-        return "prefix-cached" if chunk * self._geometry.chunk_size < track.cached_until else "not-captured"
 
     def close(self) -> None:
         """Let go of everything."""
