@@ -40,8 +40,38 @@ class LoadedChunk:
     tensor: torch.Tensor
 
 
+class Lease(Protocol):
+    """Memory that was lent, kept from being used again by all who hold it. Any thread."""
+
+    @property
+    def pinned(self) -> bool:
+        """Whether it is page-locked, so that a device copies from it without a wait."""
+
+    def hold(self) -> None:
+        """One more needs it. Only while someone holds it."""
+
+    def release(self) -> None:
+        """One less needs it; the last one gives it back."""
+
+
+@dataclass(frozen=True)
+class Resting:
+    """A stored chunk where it lies in this process's memory. Read only.
+
+    Args:
+        tensor: ``[planes, L, CH, H]``, each ``[CH, H]`` contiguous; chunks of one step of an engine may lie side by side.
+        lease: held for whoever was given this: release it when nobody, no device either, reads the tensor any more.
+    """
+
+    tensor: torch.Tensor
+    lease: Lease
+
+
 class LayerReader(Protocol):
     """One stored chunk, to be read a layer at a time. May be used from any thread; holds nothing open."""
+
+    def rest(self) -> Resting | None:
+        """The chunk itself, if it lies in page-locked memory of this process, so that it need not be read; None if it does not."""
 
     @property
     def record(self) -> ChunkRecord:
@@ -124,7 +154,9 @@ class Backend(Protocol):
     def lookup(self, keys: Sequence[ChunkKey]) -> int:
         """The prefix rule: how many of ``keys``, from the first on, are there without a hole. Stops asking at the first hole."""
 
-    def store(self, record: ChunkRecord, source: torch.Tensor, event: Any = None, *, overwrite: bool = False) -> Future[StoreOutcome]:
+    def store(
+        self, record: ChunkRecord, source: torch.Tensor, event: Any = None, *, overwrite: bool = False, lease: Lease | None = None
+    ) -> Future[StoreOutcome]:
         """Queue one chunk; returns at once (or waits for room, by the backend's ``on_pressure``).
 
         Args:
@@ -132,6 +164,8 @@ class Backend(Protocol):
             source: ``[planes, L, CH, H]`` on the host, each ``[CH, H]`` contiguous, not written to by the caller until the future is done.
             event: a device event to wait for before ``source`` is read, or None.
             overwrite: replace an object that is there (only edits may).
+            lease: of the memory that ``source`` lies in, held by the caller until the future is done. A backend may keep ``source`` itself
+                rather than a copy of it, for as long as it holds the lease; without one it copies.
 
         Returns:
             A future that never raises: it ends as a :class:`StoreOutcome`. Writes are published in the order they were queued.
