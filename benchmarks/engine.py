@@ -10,6 +10,8 @@ everything is computed and stored anew. Measured, per run:
 
 Requests ask for a few tokens more than are timed: at its end an engine that waits for the store does so, and that is not in a figure.
 ``--profile`` prints what the device did in one long prefill and in 20 decode steps, by kernel.
+
+What any benchmark of engines needs is here too: :class:`Engine` in a child, :func:`engines` and :func:`measure` in the parent.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ import tempfile
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -84,22 +88,20 @@ def write_model(folder: Path, shape: dict[str, Any]) -> None:
 
 
 class Engine:
-    """In a child: one engine, and what is asked of it."""
+    """In a child: one engine. A benchmark's own subclass has what is asked of it."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         from qcap.testing.engine import build_llm
 
-        capture = CAPTURE[settings["config"]]
         more: dict[str, Any] = dict(settings["engine"])
-        if capture is not None:
+        if settings["qcap"] is not None:
             from qcap import vllm
 
-            options = {**capture, "chunk_size": settings["chunk_size"], "on_pressure": "wait", **settings["qcap"]}
-            more["kv_transfer_config"] = vllm.transfer_config("memory://bench", **options)
+            more["kv_transfer_config"] = vllm.transfer_config("memory://bench", **settings["qcap"])
         self._llm = build_llm(settings["model"], **more)
         self._engine = self._llm.llm_engine
         self._vocab = settings["vocab"]
-        self._ids = itertools.count()
+        self._numbers = itertools.count()
         import torch
 
         self._torch, self._cuda = torch, torch.cuda.is_available()
@@ -121,22 +123,38 @@ class Engine:
             "block_size": config.cache_config.block_size,
         }
 
-    def _requests(self, count: int, tokens: int, new: int, seed: str) -> list[tuple[str, dict[str, Any], Any]]:
+    def _tokens(self, count: int, source: random.Random) -> list[int]:
+        return [source.randrange(3, self._vocab) for _ in range(count)]
+
+    def _request(self, ids: list[int], new: int) -> tuple[str, dict[str, Any], Any]:
         """Arguments of ``add_request``, made before the clock starts."""
         from vllm import SamplingParams
 
-        source = random.Random(seed)
         params = SamplingParams(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
-        prompts = [{"prompt_token_ids": [source.randrange(3, self._vocab) for _ in range(tokens)]} for _ in range(count)]
-        return [(str(next(self._ids)), prompt, params) for prompt in prompts]
+        return str(next(self._numbers)), {"prompt_token_ids": ids}, params
 
-    def _finish(self) -> None:
-        """Serve what is left, then drop what was stored: the store is this process's memory."""
+    def _first_token(self, request: tuple[str, dict[str, Any], Any]) -> tuple[float, Any]:
+        """Milliseconds to the first token of a request, and the engine's output with it."""
+        self._synchronize()
+        begun = time.perf_counter()
+        self._engine.add_request(*request)
+        while True:
+            for output in self._engine.step():
+                if output.outputs[0].token_ids:
+                    return (time.perf_counter() - begun) * 1e3, output
+
+    def _drain(self) -> None:
+        """Serve what is left, and wait until all of it is stored."""
         while self._engine.has_unfinished_requests():
             self._engine.step()
         side = self._worker()
         if side is not None and side.capture is not None:
             side.capture.backend.drain()
+
+    def _finish(self) -> None:
+        """Serve what is left, then drop what was stored: the store is this process's memory."""
+        self._drain()
+        if self._worker() is not None:
             self._drop_stored()
         gc.collect()
 
@@ -159,36 +177,6 @@ class Engine:
         if "qcap.vllm.worker" not in sys.modules:
             return None
         return next(iter(sys.modules["qcap.vllm.worker"]._local.values()), None)
-
-    def ttft(self, tokens: int, seed: str) -> dict[str, float]:
-        """Milliseconds to the first token of one prompt."""
-        (request,) = self._requests(1, tokens, MORE, seed)
-        self._synchronize()
-        begun = time.perf_counter()
-        self._engine.add_request(*request)
-        while not any(output.outputs[0].token_ids for output in self._engine.step()):
-            pass
-        span = (time.perf_counter() - begun) * 1e3
-        self._finish()
-        return {f"ttft {tokens} ms": span}
-
-    def decode(self, seed: str) -> dict[str, float]:
-        """Tokens per second of many requests at once, and the time of a step in between."""
-        requests = self._requests(REQUESTS, PROMPT, NEW + MORE, seed)
-        steps, left = [], {name for name, _, _ in requests}
-        self._synchronize()
-        begun = time.perf_counter()
-        for request in requests:
-            self._engine.add_request(*request)
-        while left:
-            at = time.perf_counter()
-            for output in self._engine.step():
-                if len(output.outputs[0].token_ids) >= NEW:
-                    left.discard(output.request_id)
-            steps.append(time.perf_counter() - at)
-        span = time.perf_counter() - begun
-        self._finish()
-        return {"decode tok/s": REQUESTS * NEW / span, "decode step ms": statistics.median(steps[STEADY]) * 1e3}
 
     def _synchronize(self) -> None:
         if self._cuda:
@@ -215,6 +203,39 @@ class Engine:
             found["memory"] = {"ring_bytes": ring.nbytes if ring is not None else 0, "host_bytes_kept": kept}
         return found
 
+
+class CaptureEngine(Engine):
+    """Prompts and decoding of an engine that captures, or not."""
+
+    def _requests(self, count: int, tokens: int, new: int, seed: str) -> list[tuple[str, dict[str, Any], Any]]:
+        source = random.Random(seed)
+        return [self._request(self._tokens(tokens, source), new) for _ in range(count)]
+
+    def ttft(self, tokens: int, seed: str) -> dict[str, float]:
+        """Milliseconds to the first token of one prompt."""
+        (request,) = self._requests(1, tokens, MORE, seed)
+        span, _ = self._first_token(request)
+        self._finish()
+        return {f"ttft {tokens} ms": span}
+
+    def decode(self, seed: str) -> dict[str, float]:
+        """Tokens per second of many requests at once, and the time of a step in between."""
+        requests = self._requests(REQUESTS, PROMPT, NEW + MORE, seed)
+        steps, left = [], {name for name, _, _ in requests}
+        self._synchronize()
+        begun = time.perf_counter()
+        for request in requests:
+            self._engine.add_request(*request)
+        while left:
+            at = time.perf_counter()
+            for output in self._engine.step():
+                if len(output.outputs[0].token_ids) >= NEW:
+                    left.discard(output.request_id)
+            steps.append(time.perf_counter() - at)
+        span = time.perf_counter() - begun
+        self._finish()
+        return {"decode tok/s": REQUESTS * NEW / span, "decode step ms": statistics.median(steps[STEADY]) * 1e3}
+
     def profile(self, tokens: int, seed: str) -> dict[str, dict[str, list[float]]]:
         """Device microseconds and launches by kernel: one prefill with its way to the host, and 20 decode steps."""
         if not self._cuda:
@@ -224,11 +245,7 @@ class Engine:
         (request,) = self._requests(1, tokens, 1, seed)
         with profile(activities=[ProfilerActivity.CUDA]) as prefill:
             self._engine.add_request(*request)
-            while self._engine.has_unfinished_requests():
-                self._engine.step()
-            side = self._worker()
-            if side is not None and side.capture is not None:
-                side.capture.backend.drain()
+            self._drain()
             self._torch.cuda.synchronize()
         self._finish()
         for request in self._requests(REQUESTS, PROMPT, NEW, seed + " decode"):
@@ -254,13 +271,13 @@ class Engine:
         return spent
 
 
-def child() -> None:
+def child(kind: type[Engine]) -> None:
     """Answer the parent's questions, a line of JSON each, until it hangs up: settings and questions come on stdin, answers go to the file
     descriptor that the settings name, and all that is printed here goes to a log."""
     settings = json.loads(sys.stdin.readline())
     with os.fdopen(settings["answers"], "w") as answers:
         try:
-            engine = Engine(settings)
+            engine = kind(settings)
             print(json.dumps(engine.about()), file=answers, flush=True)
             for line in sys.stdin:
                 name, arguments = json.loads(line)
@@ -273,15 +290,20 @@ def child() -> None:
 
 class Children:
     """One process a configuration, asked one at a time. No children of multiprocessing: vLLM, and qcap's ``memory://``, would take them for
-    an engine core that serves another process."""
+    an engine core that serves another process.
 
-    def __init__(self, settings: dict[str, dict[str, Any]]) -> None:
+    Args:
+        module: of the benchmark; with ``--child`` it runs :func:`child`.
+        settings: of each configuration.
+    """
+
+    def __init__(self, module: str, settings: dict[str, dict[str, Any]]) -> None:
         self._settings = settings
         self._processes: dict[str, subprocess.Popen[str]] = {}
         self._answers: dict[str, Any] = {}
         for config, of_config in settings.items():
             ours, theirs = os.pipe()
-            command = [sys.executable, "-m", "benchmarks.engine", "--child"]
+            command = [sys.executable, "-m", module, "--child"]
             with open(of_config["log"], "w") as log:
                 pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": log, "stderr": log, "pass_fds": (theirs,)}
                 process = subprocess.Popen(command, **pipes, text=True, cwd=harness.ROOT, env={**os.environ, **of_config["env"]})
@@ -326,8 +348,11 @@ class Children:
             process.wait()
 
 
-def measure(children: Children, configs: list[str], tokens: list[int], repeats: int, warm_up: int, until: float) -> dict[Any, list[float]]:
-    """``(measure, config)`` -> one figure a run. Stops early, between rounds, when the next would end after ``until``."""
+def measure(
+    one_round: Callable[[int], Iterable[tuple[str, dict[str, float]]]], repeats: int, warm_up: int, until: float
+) -> dict[Any, list[float]]:
+    """``(measure, config)`` -> one figure a run, of what ``one_round`` says of each configuration. Stops early, between rounds, when the
+    next would end after ``until``."""
     figures: dict[Any, list[float]] = {}
     slowest = 0.0
     for number in range(warm_up + repeats):
@@ -335,15 +360,20 @@ def measure(children: Children, configs: list[str], tokens: list[int], repeats: 
         if number > warm_up and begun + slowest > until:
             print(f"stopped after {number - warm_up} of {repeats} rounds: the time is up", file=sys.stderr)
             break
-        for what in (*tokens, "decode"):
-            for config in configs:
-                seed = f"{what} {number}"
-                got = children.ask(config, "decode", seed) if what == "decode" else children.ask(config, "ttft", what, seed)
-                for name, value in got.items() if number >= warm_up else ():
-                    figures.setdefault((name, config), []).append(value)
+        for config, got in one_round(number):
+            for name, value in got.items() if number >= warm_up else ():
+                figures.setdefault((name, config), []).append(value)
         slowest = max(slowest, time.monotonic() - begun)
         print(f"round {number + 1} of {warm_up + repeats}: {time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)
     return figures
+
+
+def capture_round(children: Children, configs: list[str], tokens: list[int], number: int) -> Iterator[tuple[str, dict[str, float]]]:
+    """Every prompt length, then decoding, each in all engines in turn."""
+    for what in (*tokens, "decode"):
+        for config in configs:
+            seed = f"{what} {number}"
+            yield config, children.ask(config, "decode", seed) if what == "decode" else children.ask(config, "ttft", what, seed)
 
 
 def summary(figures: dict[Any, list[float]], common: dict[str, Any]) -> list[dict[str, Any]]:
@@ -381,26 +411,123 @@ def show_profile(config: str, profile: dict[str, dict[str, list[float]]], consol
         console.print(table)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Measure, print, optionally append JSON lines."""
-    parser = argparse.ArgumentParser(prog="benchmarks.engine", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def arguments(prog: str, doc: str | None) -> argparse.ArgumentParser:
+    """Options of every benchmark of engines."""
+    parser = argparse.ArgumentParser(prog=prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model-dir", type=Path, help="a folder with a config.json of another shape; weights are dummies all the same")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--warm-up", type=int, default=2)
-    parser.add_argument("--configs", default="off,query,both", help=f"of {', '.join(CAPTURE)}")
-    parser.add_argument("--tokens", default="1024,8192", help="lengths of the prompts whose first token is timed")
     parser.add_argument("--chunk-size", type=int, default=256)
     parser.add_argument("--budget-s", type=float, default=540, help="start no round that would end after so many seconds")
     parser.add_argument("--kv-gib", type=float, default=6.0, help="KV cache of each engine")
     parser.add_argument("--qcap", default="{}", help="further arguments of transfer_config, as JSON")
-    parser.add_argument("--profile", action="store_true", help="afterwards, device time by kernel")
     parser.add_argument("--hold", type=Path, help="start the rounds when this file exists: for a script that uses the device until then")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short prompts, also on a CPU: to try this script")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    return parser
+
+
+@contextmanager
+def engines(
+    module: str, args: argparse.Namespace, capture: dict[str, dict[str, Any] | None], options: dict[str, Any]
+) -> Iterator[tuple[Children, dict[str, Any]]]:
+    """One child a configuration, all up, and what each says of itself; they end with the block.
+
+    Args:
+        module: of the benchmark.
+        args: as :func:`arguments` has them.
+        capture: arguments of ``transfer_config`` by configuration; None for an engine without qcap.
+        options: further arguments of ``vllm.LLM``.
+    """
+    import torch
+
+    begun, cuda = time.monotonic(), torch.cuda.is_available()
+    scratch = Path(tempfile.mkdtemp(prefix="qcap-bench-"))
+    children: Children | None = None
+    try:
+        model = (args.model_dir or scratch).resolve()
+        if args.model_dir is None:
+            write_model(scratch, TINY if args.tiny else LLAMA_8B)
+        shape = json.loads((model / "config.json").read_text())
+        engine: dict[str, Any] = {
+            "dtype": shape.get("torch_dtype", shape.get("dtype", "bfloat16")),
+            "load_format": "dummy",
+            "skip_tokenizer_init": True,
+            "generation_config": "vllm",
+            "enforce_eager": not cuda,
+            "block_size": 16 if cuda else 32,
+            **options,
+        }
+        if cuda:
+            # Several engines start at once on one device: vLLM would take the others' memory for its own, so the KV cache is in bytes.
+            engine |= {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": int(args.kv_gib * 2**30)}
+        common = {"chunk_size": args.chunk_size, "on_pressure": "wait"}
+        settings = {
+            config: {
+                "config": config,
+                "model": str(model),
+                "vocab": shape["vocab_size"],
+                "engine": engine,
+                "qcap": None if ours is None else {**common, **ours, **json.loads(args.qcap)},
+                "log": str(scratch / f"{config}.log"),
+                "env": {
+                    **ENVIRONMENT,
+                    # compiled at the same time by all: a folder each, so that nobody reads what another is writing
+                    "VLLM_CACHE_ROOT": str(scratch / config / "vllm"),
+                    "TORCHINDUCTOR_CACHE_DIR": str(scratch / config / "inductor"),
+                    "TRITON_CACHE_DIR": str(scratch / config / "triton"),
+                },
+            }
+            for config, ours in capture.items()
+        }
+        children = Children(module, settings)
+        about = children.first_answers()
+        print(f"engines started in {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+        while args.hold is not None and not args.hold.exists():
+            time.sleep(0.2)
+        yield children, about
+    finally:
+        if children is not None:
+            children.close()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def show_figures(rows: list[dict[str, Any]], about: dict[str, Any], chunk_size: int, console: Console) -> None:
+    """The rows of :func:`summary`, below what the engines are and where they differ."""
+    first = next(iter(about.values()))
+    table = Table("measure", "capture", "runs", "p20", "p50", "p80", "slower than off")
+    for row in rows:
+        slower = "" if row["slower_pct"] is None else f"{row['slower_pct']:+.2f} %"
+        values = (f"{row[name]:.3f}" for name in ("p20", "p50", "p80"))
+        table.add_row(row["measure"], row["config"], str(row["runs"]), *values, slower)
+    console.print(", ".join(f"{name} {value}" for name, value in (first | {"chunk_size": chunk_size}).items()))
+    console.print(table)
+    for config, said in about.items():
+        difference = {name: value for name, value in said.items() if value != first[name]}
+        if difference:
+            console.print(f"{config}: {difference}")
+
+
+def show_counters(config: str, said: dict[str, Any], console: Console) -> None:
+    """What :meth:`Engine.counters` said: what was lost or went wrong, and the memory taken."""
+    counts = Counter(said.get("counters", {}))
+    bad = {name: count for name, count in counts.items() if any(word in name for word in NAMED) and count}
+    console.print(
+        f"{config}: steps {counts['steps']}, replayed {counts['query.steps_replayed']}, lost or wrong: {bad or 'nothing'}, "
+        f"store {said.get('store', {})}, memory {said.get('memory', {})}, most on the device {said.get('max_memory_allocated')}"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Measure, print, optionally append JSON lines."""
+    parser = arguments("benchmarks.engine", __doc__)
+    parser.add_argument("--configs", default="off,query,both", help=f"of {', '.join(CAPTURE)}")
+    parser.add_argument("--tokens", default="1024,8192", help="lengths of the prompts whose first token is timed")
+    parser.add_argument("--profile", action="store_true", help="afterwards, device time by kernel")
     args = parser.parse_args(argv)
     if args.child:
-        child()
+        child(CaptureEngine)
     begun = time.monotonic()
     configs, tokens = args.configs.split(","), [int(n) for n in args.tokens.split(",")]
     if unknown := set(configs) - set(CAPTURE):
@@ -410,76 +537,24 @@ def main(argv: list[str] | None = None) -> int:
     import torch
 
     cuda = torch.cuda.is_available()
-    scratch = Path(tempfile.mkdtemp(prefix="qcap-bench-"))
-    model = (args.model_dir or scratch).resolve()
-    if args.model_dir is None:
-        write_model(scratch, TINY if args.tiny else LLAMA_8B)
-    shape = json.loads((model / "config.json").read_text())
     batched = max(tokens) if args.tiny else 8192
-    engine: dict[str, Any] = {
-        "dtype": shape.get("torch_dtype", shape.get("dtype", "bfloat16")),
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "generation_config": "vllm",
-        "enforce_eager": not cuda,
+    options = {
         "enable_prefix_caching": False,
         "max_model_len": max(*tokens, PROMPT + NEW + MORE) + 256,
         "max_num_batched_tokens": max(batched, max(tokens) + 256 if not cuda else 0),
         "max_num_seqs": REQUESTS,
-        "block_size": 16 if cuda else 32,
     }
-    if cuda:
-        # Several engines start at once on one device: vLLM would take the others' memory for its own, so the KV cache is given in bytes.
-        engine |= {"gpu_memory_utilization": 0.25, "kv_cache_memory_bytes": int(args.kv_gib * 2**30)}
-    settings = {
-        config: {
-            "config": config,
-            "model": str(model),
-            "vocab": shape["vocab_size"],
-            "engine": engine,
-            "chunk_size": args.chunk_size,
-            "qcap": json.loads(args.qcap),
-            "log": str(scratch / f"{config}.log"),
-            "env": {
-                **ENVIRONMENT,
-                # compiled at the same time by all: a folder each, so that nobody reads what another is writing
-                "VLLM_CACHE_ROOT": str(scratch / config / "vllm"),
-                "TORCHINDUCTOR_CACHE_DIR": str(scratch / config / "inductor"),
-                "TRITON_CACHE_DIR": str(scratch / config / "triton"),
-            },
-        }
-        for config in configs
-    }
-    children = Children(settings)
     console = Console(width=160)
-    try:
-        about = children.first_answers()
-        print(f"engines started in {time.monotonic() - begun:.0f} s", file=sys.stderr, flush=True)
+    with engines("benchmarks.engine", args, {config: CAPTURE[config] for config in configs}, options) as (children, about):
         reserve = 45.0 * len(configs) if args.profile and cuda else 10.0
-        while args.hold is not None and not args.hold.exists():
-            time.sleep(0.2)
-        figures = measure(children, configs, tokens, args.repeats, args.warm_up, begun + args.budget_s - reserve)
+        until = begun + args.budget_s - reserve
+        figures = measure(lambda number: capture_round(children, configs, tokens, number), args.repeats, args.warm_up, until)
         left = {config: children.ask(config, "counters") for config in configs}
         common = {"chunk_size": args.chunk_size, "commit": harness.commit(), "engine": about[configs[0]]}
         rows = summary(figures, common)
-        table = Table("measure", "capture", "runs", "p20", "p50", "p80", "slower than off")
-        for row in rows:
-            slower = "" if row["slower_pct"] is None else f"{row['slower_pct']:+.2f} %"
-            values = (f"{row[name]:.3f}" for name in ("p20", "p50", "p80"))
-            table.add_row(row["measure"], row["config"], str(row["runs"]), *values, slower)
-        console.print(", ".join(f"{name} {value}" for name, value in (about[configs[0]] | {"chunk_size": args.chunk_size}).items()))
-        console.print(table)
-        differing = {config: {k: v for k, v in said.items() if v != about[configs[0]][k]} for config, said in about.items()}
-        for config, difference in differing.items():
-            if difference:
-                console.print(f"{config}: {difference}")
+        show_figures(rows, about, args.chunk_size, console)
         for config, said in left.items():
-            counts = Counter(said.get("counters", {}))
-            bad = {name: count for name, count in counts.items() if any(word in name for word in NAMED) and count}
-            console.print(
-                f"{config}: steps {counts['steps']}, replayed {counts['query.steps_replayed']}, lost or wrong: {bad or 'nothing'}, "
-                f"store {said.get('store', {})}, memory {said.get('memory', {})}, most on the device {said.get('max_memory_allocated')}"
-            )
+            show_counters(config, said, console)
             rows.append({"measure": "counters", "config": config, **said, **common})
         write(args.json, rows)
         if args.profile:
@@ -487,9 +562,6 @@ def main(argv: list[str] | None = None) -> int:
                 profile = children.ask(config, "profile", max(tokens), "profile")
                 show_profile(config, profile, console)
                 write(args.json, [{"measure": "profile", "config": config, "spent_us": profile, **common}])
-    finally:
-        children.close()
-        shutil.rmtree(scratch, ignore_errors=True)
     return 0
 
 

@@ -65,6 +65,7 @@ class Capture:
         self.counters = counters
         self._engine_id, self._write_receipts, self._arena = engine_id, write_receipts, arena
         arena.watch(lambda: backend.poll() > 0)
+        arena.watch(lambda: backend.relieve(arena.nbytes // 2))
         self._database = ChunkedTokenDatabase(geometry.chunk_size)
         self._tracks: dict[int, RequestTrack] = {}
         self._step: Step | None = None
@@ -73,6 +74,8 @@ class Capture:
         self._lock = threading.RLock()  # steps and ends; may be held while the store makes the engine wait
         self._book = threading.Lock()  # what the writer's thread notes; never held while calling the store
         self._absent: set[tuple[int, CacheKind, int]] = set()  # (uid, kind, chunk): asked for in this step, and not in the store
+        self._later: list[TokenUpdate] = []  # token ids of requests that came with this step: looked at while it runs
+        self._started = True  # what of this step may wait until the device has work has been done
         self._behind: set[int] = set()  # requests of steps that never ended, until they have another one
         self._off: set[str] = set()
         self._told: set[str] = set()
@@ -110,8 +113,12 @@ class Capture:
     # ---- the step -----------------------------------------------------------------------------------------------------------------
 
     def begin_step(self, step: Step) -> None:
-        """Before the forward pass: token ids that became known, requests that ended, the plan of this step."""
+        """Before the forward pass: token ids that became known, requests that ended, the plan of this step.
+
+        The device has nothing to do meanwhile, so what may come later does: :meth:`_start`.
+        """
         with self._lock:
+            self._learn_new()  # of a step that was begun and never ended
             if self._step is not None and not self._speculative:  # it was begun and never ended: what it completed has not been looked at
                 self._behind.update(request.uid for request in self._step.requests)
             self._step, self._invalid, self._speculative = step, set(), step.speculative
@@ -120,11 +127,17 @@ class Capture:
                 track = self._tracks.get(uid)
                 if track is not None:
                     del track.block_ids[next((i for i, block in enumerate(track.block_ids) if block in gone), len(track.block_ids)) :]
+            new: set[int] = set()
             for request in step.requests:
                 if request.uid not in self._tracks:
                     self._tracks[request.uid] = RequestTrack(request.uid, request.request_id, request.salt)
+                    new.add(request.uid)
+            if new and not step.speculative:
+                new.difference_update([done.uid for done in step.finished], step.preempted, step.resampled)
+                self._later = [update for update in step.tokens if update.uid in new]
             for update in step.tokens:
-                self._learn(update.uid, update.offset, update.ids)
+                if not self._later or update.uid not in new:
+                    self._learn(update.uid, update.offset, update.ids)
             for done in step.finished:
                 self.finish(done)
             for uid in step.preempted:
@@ -154,17 +167,35 @@ class Capture:
             self._absent = set()
             for feature in list(self.features):
                 with self.guard("planning a step", feature):
-                    feature.begin(step, self._due(step, feature.kind))
+                    feature.begin(step)
+            self._started = False
+
+    def _learn_new(self) -> None:
+        later, self._later = self._later, []
+        for update in later:
+            self._learn(update.uid, update.offset, update.ids)
+
+    def _start(self) -> None:
+        """The part of a step's beginning that nothing on the device depends on: done once there is work on it, or when it is asked for."""
+        if self._started:
+            return
+        self._started = True
+        self._learn_new()
+        step = self._step
+        if step is None or step.speculative:
+            return
+        for feature in list(self.features):
+            if feature.starts_early:
+                with self.guard("planning a step", feature):
+                    feature.start(self._due(step, feature.kind))
 
     def _due(self, step: Step, kind: CacheKind) -> list[tuple[RequestTrack, int]]:
         """Chunks that become whole in this step, are not in the store yet, and will find room there."""
         size = self.geometry.chunk_size
         due: list[tuple[RequestTrack, int]] = []
-        if kind is not CacheKind.KV or step.speculative:
-            return []
         for request in step.requests:
-            track = self._tracks[request.uid]
-            if track.barred or request.end // size == request.start // size:
+            track = self._tracks.get(request.uid)  # None if it ended since the step began
+            if track is None or track.barred or request.end // size == request.start // size:
                 continue
             staged = track.staged.get(kind, ())
             for index in range(request.start // size, request.end // size):
@@ -181,6 +212,9 @@ class Capture:
     def layer_done(self, layer: int) -> None:
         """Between two layers of a forward pass: all that layers up to ``layer`` write has been queued."""
         if self._step is not None:
+            if not self._started:
+                with self._lock:
+                    self._start()
             for feature in list(self.features):
                 with self.guard("moving a layer", feature):
                     feature.layer_done(layer)
@@ -217,6 +251,7 @@ class Capture:
     def end_step(self) -> None:
         """After the forward pass was queued: take what became whole."""
         with self._lock:
+            self._start()
             step, self._step = self._step, None
             if step is None:
                 return
@@ -236,6 +271,8 @@ class Capture:
                 with self.guard("closing a step", feature):
                     feature.end()
             self.counters["steps"] += 1
+            if self._arena.used > self._arena.nbytes // 2:  # before a step finds no room
+                self.backend.relieve(self._arena.used - self._arena.nbytes // 2)
 
     def _collect(self, track: RequestTrack, final_tokens: int) -> None:
         """Stage every chunk of ``track`` that is whole below ``final_tokens``, and publish those whose token ids are known."""
@@ -300,7 +337,7 @@ class Capture:
         )
         with self._book:
             track.in_flight += 1
-        future = self.backend.store(record, staged.host, staged.ready)
+        future = self.backend.store(record, staged.host, staged.ready, lease=staged)
         future.add_done_callback(lambda done: self._written(track, kind, index, staged, done))
 
     def _written(self, track: RequestTrack, kind: CacheKind, index: int, staged: Staged, future: Future[StoreOutcome]) -> None:
@@ -357,6 +394,7 @@ class Capture:
     def finished(self, update: TokenUpdate | None, done: FinishedRequest) -> None:
         """A request ended between steps; ``update`` brings its last token ids."""
         with self._lock:
+            self._learn_new()
             if update is not None:
                 self._learn(update.uid, update.offset, update.ids)
             self.finish(done)
@@ -436,6 +474,7 @@ class Capture:
         """Give everything back and wait for the store. Requests that are still being served are cut off, and counted."""
         try:
             with self._lock:
+                self._learn_new()
                 size = self.geometry.block_size
                 for uid, track in list(self._tracks.items()):
                     self.counters["requests_cut_off"] += 1

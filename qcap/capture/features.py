@@ -44,16 +44,22 @@ Stage = Callable[[], Staged | None]
 class Feature(Protocol):
     """One tensor kind's part in a step. A new kind is a new class with these methods, given to :class:`Capture` beside the others.
 
-    A step: :meth:`begin`, then :meth:`layer_done` after each layer if the engine runs Python between layers (a replayed graph does not),
-    :meth:`commit`, :meth:`take` for each request, :meth:`end`.
+    A step: :meth:`begin`, :meth:`start`, then :meth:`layer_done` after each layer if the engine runs Python between layers (a replayed
+    graph does not), :meth:`commit`, :meth:`take` for each request, :meth:`end`.
     """
 
     kind: CacheKind
     on_device_bytes: int
     """Device memory of its own."""
 
-    def begin(self, step: Step, due: Sequence[tuple[RequestTrack, int]]) -> None:
-        """The step is about to run. ``due``: chunks that become whole in it and should be stored; a feature may start on them early."""
+    starts_early: bool
+    """Whether :meth:`start` is wanted."""
+
+    def begin(self, step: Step) -> None:
+        """The step is about to run, and the device waits for it: only what must be done before its first kernel."""
+
+    def start(self, due: Sequence[tuple[RequestTrack, int]]) -> None:
+        """The device has work: ``due`` become whole in this step and should be stored. Not called in speculative steps."""
 
     def layer_done(self, layer: int) -> None:
         """All that layers up to ``layer`` write in this step has been queued on the current stream."""
@@ -98,6 +104,7 @@ class QueryBooks:
     """
 
     kind = CacheKind.QUERY
+    starts_early = False
     ledger: QueryLedger
 
     def __init__(self, geometry: Geometry, counters: Counter[str]) -> None:
@@ -107,6 +114,9 @@ class QueryBooks:
     def _on_skip(self, uid: int, chunk: int, reason: str) -> None:
         self._skips.setdefault(uid, {})[chunk] = reason
         self._counters[f"query.skipped.{reason}"] += 1
+
+    def start(self, due: Sequence[tuple[RequestTrack, int]]) -> None:
+        """Queries leave as they come, whatever becomes whole."""
 
     def forget(self, track: RequestTrack, chunk: int) -> None:
         """The chunk's rows may be taken again, if they come again."""

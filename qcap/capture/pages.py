@@ -33,6 +33,7 @@ class KVFeature:
     """
 
     kind = CacheKind.KV
+    starts_early = True
 
     def __init__(
         self, geometry: Geometry, pages: Sequence[torch.Tensor], layouts: Sequence[PagedLayout], stager: PageStager, *, strict: bool = False
@@ -45,10 +46,13 @@ class KVFeature:
         self._reading: deque[tuple[Any, frozenset[int]]] = deque()  # (event, blocks that are being read until then)
         self._first_open: dict[int, int] = {}  # uid -> chunks below it have all been staged
 
-    def begin(self, step: Step, due: Sequence[tuple[RequestTrack, int]]) -> None:
-        """Make the device wait where the step writes over blocks that are still being read, and reserve memory for ``due``."""
+    def begin(self, step: Step) -> None:
+        """Make the device wait where the step writes over blocks that are still being read."""
         self._abandon()
         self._guard_pages(step)
+
+    def start(self, due: Sequence[tuple[RequestTrack, int]]) -> None:
+        """Reserve memory for ``due``, so that they may leave layer by layer."""
         if due:
             self._job = self._stager.start(self.table, [block for track, index in due for block in self._blocks(track, index)], len(due))
             if self._job is not None:
@@ -114,13 +118,13 @@ class KVFeature:
         if place is not None and job is not None:
             size = self._geometry.chunk_size
             view = job.host[:, :, place * size : (place + 1) * size]
-            return Staged(view, Ready([] if job.copied is None else [job.copied]), job.release)
+            return Staged(view, Ready([] if job.copied is None else [job.copied]), job.release, pinned=self._stager.arena.pinned)
         job = self._stager.start(self.table, blocks)
         if job is None:
             return None
         job.advance(self._geometry.num_layers)
         self._read(job)
-        return Staged(job.host, Ready([] if job.copied is None else [job.copied]), job.release)
+        return Staged(job.host, Ready([] if job.copied is None else [job.copied]), job.release, pinned=self._stager.arena.pinned)
 
     def _read(self, job: PageJob) -> None:
         if job.packed is not None:

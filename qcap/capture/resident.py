@@ -76,7 +76,7 @@ class QueryFeature(QueryBooks):
 
     # ---- the step -----------------------------------------------------------------------------------------------------------------
 
-    def begin(self, step: Step, due: Sequence[tuple[RequestTrack, int]] = ()) -> None:
+    def begin(self, step: Step) -> None:
         """Send the step's plan to the device: one copy, nothing awaited by the host."""
         if self._reading is not None:  # blocks of chunks on their way have been given back already: the device waits, if it must
             torch.cuda.current_stream(self._device).wait_event(self._reading)

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import math
 import threading
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
 from qcap import kernels
-from qcap.errors import Unsupported
+from qcap.errors import ConfigError, Unsupported
 from qcap.kernels import PageTable
 
 _PAGE = 4096
@@ -47,8 +47,10 @@ class HostArena:
         self.waits, self.pinned = waits, pinned
         with torch.inference_mode(False):  # an engine's steps run in inference mode; the writers' threads, which may patch rows in, do not
             self._block = torch.empty(self.nbytes, dtype=torch.uint8)
-        if pinned:  # torch's own page-locked memory comes in powers of two: up to twice as much as asked for
-            _check(torch.cuda.cudart().cudaHostRegister(self._block.data_ptr(), self.nbytes, 0))
+        if pinned:
+            _lock_pages(self._block)
+            self._unlock = weakref.finalize(self, _unlock_pages, self._block)  # memory that stays locked can never be locked again
+            self._unlock.atexit = False  # the driver is gone by then, and the process with it
         self._free: list[tuple[int, int]] = [(0, self.nbytes)]  # (offset, size), by offset
         self._lent: dict[int, tuple[int, int] | torch.Tensor] = {}  # data_ptr -> extent, or a tensor of its own
         self._late: list[tuple[Any, int]] = []  # (event, data_ptr): given back while a copy into it was running
@@ -107,8 +109,7 @@ class HostArena:
     def close(self) -> None:
         """Unlock the memory. Nothing of it may be in use by the device any more."""
         if self.pinned:
-            torch.cuda.synchronize()
-            _check(torch.cuda.cudart().cudaHostUnregister(self._block.data_ptr()))
+            self._unlock()
             self.pinned = False
 
     def _fit(self, size: int) -> int | None:
@@ -178,19 +179,36 @@ class Ready:
                 raise
 
 
-@dataclass(frozen=True)
 class Staged:
-    """A whole chunk on its way.
+    """A whole chunk on its way, and the lease (:class:`~qcap.store.tiers.Lease`) of where it goes: held by who made it.
 
     Args:
         host: ``[planes, L, CH, H]``; each ``[CH, H]`` is contiguous. Good once ``ready`` is over.
         ready: what to wait for.
-        release: call once, when nobody reads ``host`` any more.
+        give_back: called once, when nobody needs ``host`` any more.
+        pinned: whether ``host`` is page-locked.
     """
 
-    host: torch.Tensor
-    ready: Ready
-    release: Callable[[], None]
+    def __init__(self, host: torch.Tensor, ready: Ready, give_back: Callable[[], None], *, pinned: bool = False) -> None:
+        self.host, self.ready, self.pinned = host, ready, pinned
+        self._give_back = give_back
+        self._lock = threading.Lock()
+        self._holders = 1
+
+    def hold(self) -> None:
+        """One more needs it."""
+        with self._lock:
+            if not self._holders:
+                raise RuntimeError("a chunk's memory was given back before")
+            self._holders += 1
+
+    def release(self) -> None:
+        """One less needs it; the last one gives it back."""
+        with self._lock:
+            self._holders -= 1
+            if self._holders:
+                return
+        self._give_back()
 
 
 class PageJob:
@@ -287,7 +305,8 @@ class PageStager:
         if extras:
             _, job.copied = self.events()
         finish = None if check is None else (lambda: check(job.host))
-        return Staged(job.host, Ready([] if job.copied is None else [job.copied], finish), job.release), job.packed
+        events = [] if job.copied is None else [job.copied]
+        return Staged(job.host, Ready(events, finish), job.release, pinned=self.arena.pinned), job.packed
 
     def copy_out(self, source: torch.Tensor, target: torch.Tensor, *, keep: bool = False) -> None:
         """Copy ``source`` (device), as the current stream leaves it, to ``target`` (host) on the copy stream. Both contiguous.
@@ -359,5 +378,21 @@ class PageStager:
         return packed, copied
 
 
-def _check(result: Any) -> None:
-    torch.cuda.check_error(int(result))
+def _lock_pages(block: torch.Tensor) -> None:
+    """Not by torch's own allocator: its page-locked memory comes in powers of two, up to twice as much as was asked for."""
+    try:
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(block.data_ptr(), block.nbytes, 0)))
+    except RuntimeError as error:
+        try:
+            torch.zeros(1, device="cuda")  # takes the error off the device, or the next who launches anything would be told of it
+        except RuntimeError:
+            pass
+        raise ConfigError(
+            f"{block.nbytes / 2**20:.0f} MiB of host memory cannot be page-locked ({str(error).splitlines()[0]}): lower qcap.host_bytes, "
+            "or raise the limit on locked memory (ulimit -l)"
+        ) from error
+
+
+def _unlock_pages(block: torch.Tensor) -> None:
+    torch.cuda.synchronize()
+    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(block.data_ptr())))

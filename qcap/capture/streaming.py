@@ -187,7 +187,7 @@ class StreamingQueryFeature(QueryBooks):
 
     # ---- the step -----------------------------------------------------------------------------------------------------------------
 
-    def begin(self, step: Step, due: Sequence[tuple[RequestTrack, int]] = ()) -> None:
+    def begin(self, step: Step) -> None:
         """Send the step's plan to the device: one copy, nothing awaited by the host (unless there is no host memory, and it may wait)."""
         self._drop_step()
         table = self._plan.next()
@@ -367,7 +367,7 @@ class StreamingQueryFeature(QueryBooks):
             elif record is not None and record.refs:
                 self._resting.append(record)
             rows.drop()
-        self._relieve(self._arena.nbytes // 4)
+        self._relieve(self._arena.nbytes // 2)
 
     def _relieve(self, limit: int) -> bool:
         """Move the rows of small steps out of the arena, oldest first, until no more than ``limit`` bytes of it are in use (or will be)."""
@@ -429,7 +429,7 @@ class StreamingQueryFeature(QueryBooks):
         first = pieces[0]
         if len(pieces) == 1 and first.source.rows.stride(0) == shape[3]:  # a large step's: the chunk lies in it as it is, layer by layer
             host = first.source.rows[first.row : first.row + shape[2]].transpose(0, 1).unsqueeze(0)
-            return Staged(host, Ready(events, lambda: self._check_rows(pieces)), drop)
+            return Staged(host, Ready(events, lambda: self._check_rows(pieces)), drop, pinned=self._arena.pinned)
         with torch.inference_mode(False):
             host = torch.empty(shape, dtype=self.dtype)
 

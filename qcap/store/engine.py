@@ -8,7 +8,6 @@ chunks is never seen before them. The reservation goes back as soon as the outco
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import OrderedDict
@@ -25,7 +24,7 @@ from qcap.kinds import CacheKind
 from qcap.store.chunkfile import ChunkHeader, empty_layer
 from qcap.store.metrics import Counters, RateLimitedLog
 from qcap.store.objects import LayerReplaced, ObjectTier, PreparedChunk
-from qcap.store.tiers import LayerReader, LoadedChunk, SequenceRecord, StoreOutcome
+from qcap.store.tiers import LayerReader, Lease, LoadedChunk, Resting, SequenceRecord, StoreOutcome
 from qcap.store.write_queue import Job, WriteQueue
 from qcap.tokens import ChunkKey, ChunkRecord
 
@@ -69,13 +68,13 @@ class StoreEngine:
         tier: where objects go.
         on_pressure: when ``host_bytes`` are waiting, ``wait`` holds the caller of ``store()``, ``skip`` refuses the chunk.
         host_bytes: bound on bytes of sources queued and not yet written. One chunk that is larger is taken when nothing else waits.
-        writers: threads; default 4, at most one a core. They start with the first write.
+        writers: threads; the tier knows a good number. They start with the first write.
     """
 
     def __init__(self, tier: ObjectTier, *, on_pressure: str = "wait", host_bytes: int = 256 << 20, writers: int | None = None) -> None:
         self._tier = tier
         self._waits = parse_choice("on_pressure", on_pressure, ("wait", "skip")) == "wait"
-        self._queue = WriteQueue(parse_int("host_bytes", host_bytes, 1), writers or min(4, os.cpu_count() or 1), self._write)
+        self._queue = WriteQueue(parse_int("host_bytes", host_bytes, 1), writers or tier.writers, self._write)
         self._counts = Counters(COUNTERS)
         self._log = RateLimitedLog(logger)
         self._known = _Remembered(MAX_REMEMBERED)
@@ -118,10 +117,12 @@ class StoreEngine:
 
     # -- Backend: writing
 
-    def store(self, record: ChunkRecord, source: torch.Tensor, event: Any = None, *, overwrite: bool = False) -> Future[StoreOutcome]:
+    def store(
+        self, record: ChunkRecord, source: torch.Tensor, event: Any = None, *, overwrite: bool = False, lease: Lease | None = None
+    ) -> Future[StoreOutcome]:
         """See :class:`Backend`. Never raises: what is wrong with the arguments ends as ``FAILED`` too, with the reason in the log."""
         try:
-            taken = self._queue.put_chunk(record, source, event, overwrite, self._waits)
+            taken = self._queue.put_chunk(record, source, event, overwrite, self._waits, lease)
         except Exception as error:  # the store is closed, or record and source are not what they should be
             return self._ended(StoreOutcome.FAILED, "chunk was not stored: %s: %s", type(error).__name__, error)
         if taken.future is None:
@@ -210,7 +211,7 @@ class StoreEngine:
         if not overwrite and self._tier.exists(record.key):
             return None
         assert job.source is not None
-        return self._tier.prepare(record, job.source)
+        return self._tier.prepare(record, job.source, job.lease)
 
     def _discard(self, prepared: PreparedChunk) -> None:
         try:
@@ -254,6 +255,10 @@ class StoreEngine:
             self._counts.add("load_missing")
             return None
         return _Layers(self, key, header)
+
+    def rest(self, header: ChunkHeader) -> Resting | None:
+        """See :class:`LayerReader`, which is how to get here."""
+        return self._tier.rest(header)
 
     def read_layer(self, key: ChunkKey, header: ChunkHeader, layer: int, out: torch.Tensor) -> None:
         """One layer into ``out``; see :class:`LayerReader`, which is how to get here."""
@@ -310,9 +315,14 @@ class StoreEngine:
         """See :data:`COUNTERS`."""
         return self._counts.snapshot()
 
+    def relieve(self, nbytes: int) -> bool:
+        """See :class:`Backend`."""
+        return self._tier.relieve(nbytes)
+
     def close(self) -> None:
         """See :class:`Backend`. A ``store()`` that is still held for room ends as ``FAILED``; later ones do too. Reads go on working."""
         self._queue.close()
+        self._tier.close()
 
     def _clean_staging(self) -> None:
         try:
@@ -340,6 +350,10 @@ class _Layers:
     def record(self) -> ChunkRecord:
         """Its header, checked."""
         return self._header.record
+
+    def rest(self) -> Resting | None:
+        """See :class:`LayerReader`."""
+        return self._engine.rest(self._header)
 
     def read(self, layer: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """See :class:`LayerReader`."""

@@ -1,34 +1,94 @@
 """``memory://``: chunks that never leave the process rest as tensors, and become files only if someone asks for their bytes.
 
-A chunk that an engine captured is copied once, outside the interpreter's lock, and that is all: no header, no checksums. They would cost
-the engine's own Python thread milliseconds a chunk, and guard against nothing, since the bytes are on no medium and on no wire. Loads copy
-the tensor back. Whatever needs the file (``ls``, ``verify``, export, a listing) makes it then, checksums and all, and from then on the
-chunk is an object like any other.
+A chunk that comes with a lease (an engine's) stays in the memory that it came in, and is not even copied: in page-locked memory it is
+loaded again at the rate of the link. When that memory is wanted back, the oldest chunks move to ordinary memory, on threads of this tier.
+A chunk without a lease is copied once, outside the interpreter's lock. There is no header and there are no checksums: they would cost the
+engine's own Python thread milliseconds a chunk, and guard against nothing, since the bytes are on no medium and on no wire.
+
+Whatever needs the file (``ls``, ``verify``, export, a listing) makes it then, checksums and all, and from then on the chunk is an object
+like any other.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 
 import torch
 
 from qcap._version import __version__
 from qcap.store import chunkfile
 from qcap.store.buckets import Entry, Reader, memory_bucket
+from qcap.store.metrics import RateLimitedLog
 from qcap.store.objects import LayerReplaced, ObjectTier, PreparedChunk, object_path
-from qcap.store.tiers import LoadedChunk
+from qcap.store.tiers import Lease, LoadedChunk, Resting
 from qcap.tokens import ChunkKey, ChunkRecord
 
+often = RateLimitedLog(logging.getLogger("qcap.store"))
 
-@dataclass(frozen=True, eq=False)
-class _Resting:
-    """A published chunk as a tensor ``[planes, L, CH, H]``; ``header`` has no checksums and stands for this very chunk."""
 
-    record: ChunkRecord
-    tensor: torch.Tensor
-    header: chunkfile.ChunkHeader
+class _Chunk:
+    """A chunk as a tensor ``[planes, L, CH, H]``, perhaps in lent memory. ``header`` has no checksums and stands for this very chunk.
+
+    Memory that is lent is read only by those who hold the lease: :meth:`borrow`.
+    """
+
+    def __init__(self, record: ChunkRecord, tensor: torch.Tensor, lease: Lease | None) -> None:
+        self.record = record
+        self.header = chunkfile.ChunkHeader(record, 0, tensor.nbytes // tensor.shape[1], ("",) * tensor.shape[1], __version__)
+        self._lock = threading.Lock()
+        self._tensor: torch.Tensor | None = tensor
+        self._lease = lease
+        self.lent_bytes = tensor.nbytes if lease is not None else 0
+
+    def rest(self) -> Resting | None:
+        """The chunk where it lies, if that is page-locked."""
+        with self._lock:
+            if self._tensor is None or self._lease is None or not self._lease.pinned:
+                return None
+            self._lease.hold()
+            return Resting(self._tensor, self._lease)
+
+    @contextmanager
+    def borrow(self) -> Iterator[torch.Tensor]:
+        """Its tensor, which stays as it is meanwhile. Raises ``LayerReplaced`` if it was let go."""
+        with self._lock:
+            tensor, lease = self._tensor, self._lease
+            if tensor is None:
+                raise LayerReplaced(f"{object_path(self.record.key)}: it was replaced or removed while it was read: load it anew")
+            if lease is not None:
+                lease.hold()
+        try:
+            yield tensor
+        finally:
+            if lease is not None:
+                lease.release()
+
+    def settle(self) -> None:
+        """Move to ordinary memory, unless it is there, or was let go."""
+        try:
+            with self.borrow() as tensor:
+                own = chunkfile.copy_chunk(tensor)
+        except LayerReplaced:
+            return
+        with self._lock:
+            lease = None if self._tensor is None else self._lease
+            if lease is not None:
+                self._tensor, self._lease = own, None
+        if lease is not None:
+            lease.release()
+
+    def let_go(self) -> None:
+        """Nobody looks for it any more; who reads it goes on reading."""
+        with self._lock:
+            lease, self._tensor, self._lease = self._lease, None, None
+        if lease is not None:
+            lease.release()
 
 
 def forget(name: str) -> None:
@@ -37,7 +97,10 @@ def forget(name: str) -> None:
         shelf = _shelves.get(name)
     if shelf is not None:
         with shelf.lock:
+            gone = list(shelf.chunks.values())
             shelf.chunks.clear()
+        for chunk in gone:
+            chunk.let_go()
 
 
 class _Shelf:
@@ -45,7 +108,7 @@ class _Shelf:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.chunks: dict[str, _Resting] = {}
+        self.chunks: dict[str, _Chunk] = {}
 
 
 _shelves: dict[str, _Shelf] = {}
@@ -59,7 +122,16 @@ class MemoryTier(ObjectTier):
         with _shelves_lock:
             self._shelf = _shelves.setdefault(name, _Shelf())
         self._bucket = memory_bucket(name)
+        self._lent: deque[_Chunk] = deque()  # those of this tier that came with a lease, oldest first
+        self._movers: ThreadPoolExecutor | None = None
+        self._moving = 0  # bytes
+        self._moves_lock = threading.Lock()
         super().__init__(self._bucket, f"memory://{name}")
+
+    @property
+    def writers(self) -> int:
+        """Threads that a store should write with: what they do takes little time, most of it with the interpreter's lock."""
+        return min(2, os.cpu_count() or 1)
 
     def exists(self, key: ChunkKey) -> bool:
         """Whether a chunk is published under ``key``."""
@@ -69,95 +141,163 @@ class MemoryTier(ObjectTier):
         with self._shelf.lock:  # it may have moved from one to the other between the two looks
             return path in self._shelf.chunks or self._bucket.exists(path)
 
-    def prepare(self, record: ChunkRecord, tensor: torch.Tensor) -> PreparedChunk:
-        """Copy one chunk. Raises as :meth:`ObjectTier.prepare`."""
+    def prepare(self, record: ChunkRecord, tensor: torch.Tensor, lease: Lease | None = None) -> PreparedChunk:
+        """Copy one chunk, or keep it where it is and hold the ``lease``. Raises as :meth:`ObjectTier.prepare`."""
         chunkfile.check_chunk(record, tensor)
-        own = chunkfile.copy_chunk(tensor)
-        layers = own.shape[1]
-        header = chunkfile.ChunkHeader(record, 0, own.nbytes // layers, ("",) * layers, __version__)
-        return PreparedChunk(object_path(record.key), own.nbytes, _Waiting(self, _Resting(record, own, header)))
+        if lease is None:
+            chunk = _Chunk(record, chunkfile.copy_chunk(tensor), None)
+        else:
+            lease.hold()
+            chunk = _Chunk(record, tensor, lease)
+        return PreparedChunk(object_path(record.key), tensor.nbytes, _Waiting(self, chunk))
 
     def load_path(self, path: str, *, verify: bool = True) -> LoadedChunk | None:
         """As :meth:`ObjectTier.load_path`."""
-        resting = self._shelf.chunks.get(path)
-        if resting is None:
-            loaded = super().load_path(path, verify=verify)
-            if loaded is not None:
-                return loaded
-            with self._shelf.lock:  # as in `exists`
-                resting = self._shelf.chunks.get(path)
-                if resting is None:
-                    return super().load_path(path, verify=verify)
-        return LoadedChunk(resting.record, chunkfile.copy_chunk(resting.tensor))
+        while True:
+            chunk = self._shelf.chunks.get(path)
+            if chunk is None:
+                loaded = super().load_path(path, verify=verify)
+                if loaded is not None:
+                    return loaded
+                with self._shelf.lock:  # as in `exists`
+                    chunk = self._shelf.chunks.get(path)
+                    if chunk is None:
+                        return super().load_path(path, verify=verify)
+            try:
+                with chunk.borrow() as tensor:
+                    return LoadedChunk(chunk.record, chunkfile.copy_chunk(tensor))
+            except LayerReplaced:
+                continue  # look again: another may be there now
 
     def header(self, key: ChunkKey) -> chunkfile.ChunkHeader | None:
         """The header of one chunk; one that rests has no checksums in it."""
         path = object_path(key)
-        resting = self._shelf.chunks.get(path)
-        if resting is None:
+        chunk = self._shelf.chunks.get(path)
+        if chunk is None:
             header = super().header(key)
             if header is not None:
                 return header
             with self._shelf.lock:  # as in `exists`
-                resting = self._shelf.chunks.get(path)
-                if resting is None:
+                chunk = self._shelf.chunks.get(path)
+                if chunk is None:
                     return super().header(key)
-        return resting.header
+        return chunk.header
 
     def read_layer(self, header: chunkfile.ChunkHeader, layer: int, out: torch.Tensor) -> None:
         """As :meth:`ObjectTier.read_layer`."""
-        path = object_path(header.record.key)
-        resting = self._shelf.chunks.get(path)
-        if resting is not None and resting.header is header:
-            if not 0 <= layer < resting.tensor.shape[1]:
-                raise IndexError(f"layer {layer} of {resting.tensor.shape[1]}")
-            chunkfile.copy_layer(header, resting.tensor[:, layer], out)
+        chunk = self._of(header)
+        if chunk is not None:
+            if not 0 <= layer < len(header.layer_checksums):
+                raise IndexError(f"layer {layer} of {len(header.layer_checksums)}")
+            with chunk.borrow() as tensor:
+                chunkfile.copy_layer(header, tensor[:, layer], out)
         elif header.layer_checksums[0]:
             super().read_layer(header, layer, out)
         else:
+            path = object_path(header.record.key)
             raise LayerReplaced(f"{path}: it was replaced, removed or written out while it was read, layer by layer: load it anew")
+
+    def rest(self, header: chunkfile.ChunkHeader) -> Resting | None:
+        """As :meth:`ObjectTier.rest`."""
+        chunk = self._of(header)
+        return None if chunk is None else chunk.rest()
+
+    def _of(self, header: chunkfile.ChunkHeader) -> _Chunk | None:
+        chunk = self._shelf.chunks.get(object_path(header.record.key))
+        return chunk if chunk is not None and chunk.header is header else None
 
     def delete(self, key: ChunkKey) -> None:
         """Remove one chunk, if it is there."""
         with self._shelf.lock:
-            self._shelf.chunks.pop(object_path(key), None)
+            chunk = self._shelf.chunks.pop(object_path(key), None)
             self._bucket.delete(object_path(key))
+        if chunk is not None:
+            chunk.let_go()
 
-    def publish(self, path: str, resting: _Resting, overwrite: bool) -> bool:
+    def publish(self, path: str, chunk: _Chunk, overwrite: bool) -> bool:
         """Make a chunk visible; False if one is there and not ``overwrite``."""
         with self._shelf.lock:
             if not overwrite and (path in self._shelf.chunks or self._bucket.exists(path)):
                 return False
-            self._shelf.chunks[path] = resting
+            before = self._shelf.chunks.get(path)
+            self._shelf.chunks[path] = chunk
             self._bucket.delete(path)
-            return True
+        if before is not None:
+            before.let_go()
+        if chunk.lent_bytes:
+            with self._moves_lock:
+                self._lent.append(chunk)
+        return True
 
     def list_objects(self) -> Iterator[Entry]:
         """All files below ``objects/``; what rests is written out first."""
         for path in list(self._shelf.chunks):
             with self._shelf.lock:  # of one chunk at a time: those who publish wait
-                resting = self._shelf.chunks.get(path)
-                if resting is not None:
-                    self._bucket.stage(chunkfile.encode(resting.record, resting.tensor).buffers()).publish(path, overwrite=True)
-                    del self._shelf.chunks[path]
+                chunk = self._shelf.chunks.get(path)
+                if chunk is None:
+                    continue
+                with chunk.borrow() as tensor:
+                    self._bucket.stage(chunkfile.encode(chunk.record, tensor).buffers()).publish(path, overwrite=True)
+                del self._shelf.chunks[path]
+            chunk.let_go()
         return super().list_objects()
+
+    def relieve(self, nbytes: int) -> bool:
+        """As :meth:`ObjectTier.relieve`: the oldest chunks move to ordinary memory, until ``nbytes`` are on their way."""
+        with self._moves_lock:
+            while self._lent and self._moving < nbytes:
+                chunk = self._lent.popleft()
+                self._moving += chunk.lent_bytes
+                self._movers = self._movers or ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="qcap-rest")
+                self._movers.submit(self._move, chunk)
+            return self._moving > 0
+
+    def _move(self, chunk: _Chunk) -> None:
+        moved = False
+        try:
+            chunk.settle()
+            moved = True
+        except Exception as error:  # no memory for a copy, say
+            often.warning("a chunk stays in the memory that it came in: %s: %s", type(error).__name__, error)
+        with self._moves_lock:
+            self._moving -= chunk.lent_bytes
+            if not moved:
+                self._lent.append(chunk)
+
+    def close(self) -> None:
+        """What lies in lent memory moves out of it: who lent it is going to need it. Raises what stood in the way."""
+        movers, self._movers = self._movers, None
+        if movers is not None:
+            movers.shutdown()
+        with self._moves_lock:
+            lent, self._lent = list(self._lent), deque()
+        for chunk in lent:
+            chunk.settle()
 
 
 class _Waiting:
-    """A copied chunk that is not visible yet."""
+    """A chunk that is not visible yet."""
 
-    def __init__(self, tier: MemoryTier, resting: _Resting) -> None:
+    def __init__(self, tier: MemoryTier, chunk: _Chunk) -> None:
         self._tier = tier
-        self._resting: _Resting | None = resting
+        self._chunk: _Chunk | None = chunk
 
     def open(self) -> Reader:
         raise NotImplementedError("a chunk at rest is not read back: it is no file")
 
     def publish(self, path: str, *, overwrite: bool = False) -> bool:
-        if self._resting is None:
+        if self._chunk is None:
             raise RuntimeError("already published or discarded")
-        resting, self._resting = self._resting, None
-        return self._tier.publish(path, resting, overwrite)
+        chunk, self._chunk = self._chunk, None
+        done = False
+        try:
+            done = self._tier.publish(path, chunk, overwrite)
+        finally:
+            if not done:
+                chunk.let_go()
+        return done
 
     def discard(self) -> None:
-        self._resting = None
+        chunk, self._chunk = self._chunk, None
+        if chunk is not None:
+            chunk.let_go()

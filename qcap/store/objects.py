@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from qcap.geometry import Geometry
 from qcap.kinds import CacheKind
 from qcap.store import chunkfile
 from qcap.store.buckets import STAGING, Bucket, Entry, Reader, Staged
-from qcap.store.tiers import LoadedChunk, SequenceRecord
+from qcap.store.tiers import Lease, LoadedChunk, Resting, SequenceRecord
 from qcap.tokens import ChunkKey, ChunkRecord
 
 OBJECTS, MODELS, SEQUENCES = "objects", "models", "sequences"
@@ -97,17 +98,23 @@ class ObjectTier:
         self.bucket = bucket
         self.url = url
 
+    @property
+    def writers(self) -> int:
+        """Threads that a store should write with."""
+        return min(4, os.cpu_count() or 1)
+
     # -- chunks
 
     def exists(self, key: ChunkKey) -> bool:
         """Whether an object is published under ``key``."""
         return self.bucket.exists(object_path(key))
 
-    def prepare(self, record: ChunkRecord, tensor: torch.Tensor) -> PreparedChunk:
+    def prepare(self, record: ChunkRecord, tensor: torch.Tensor, lease: Lease | None = None) -> PreparedChunk:
         """Write one chunk beside and check what was written.
 
         Args:
             record, tensor: see :func:`chunkfile.encode`.
+            lease: see :meth:`Backend.store`. Files are copies.
 
         Raises:
             ShapeError, TokenError: record and tensor do not fit.
@@ -181,6 +188,17 @@ class ObjectTier:
             if self.header(header.record.key) != header:
                 raise LayerReplaced(f"{path}: it was replaced or removed while it was read, layer by layer: load it anew") from None
             raise ObjectCorrupt(f"{path}: {error}") from None
+
+    def rest(self, header: chunkfile.ChunkHeader) -> Resting | None:
+        """The chunk that ``header`` is of, where it lies in page-locked memory of this process: see :meth:`LayerReader.rest`."""
+        return None
+
+    def relieve(self, nbytes: int) -> bool:
+        """Memory that came under leases is wanted back: see to it that ``nbytes`` of it are on their way. Whether anything is."""
+        return False
+
+    def close(self) -> None:
+        """Hold no lease any more."""
 
     def delete(self, key: ChunkKey) -> None:
         """Remove one chunk, if it is there."""

@@ -205,6 +205,13 @@ class Backend(Protocol):
     def poll(self) -> int:
         """Chunks and receipts queued and not yet done."""
 
+    def relieve(self, nbytes: int) -> bool:
+        """Memory that was given under leases is wanted back: ``nbytes`` of it are put on their way, if so many are held; returns at once.
+
+        Returns:
+            Whether some memory is on its way back.
+        """
+
     def drain(self, timeout_s: float | None = None) -> bool:
         """Wait until nothing is queued; False if ``timeout_s`` went by first."""
 
@@ -213,4 +220,4 @@ class Backend(Protocol):
         ``load_missing``, ``load_corrupt``, and so on. Keys are stable."""
 
     def close(self) -> None:
-        """Drain, then release everything. Safe to call twice."""
+        """Drain, then release everything, leases too. Safe to call twice."""

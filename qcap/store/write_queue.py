@@ -15,8 +15,12 @@ from typing import Any, NamedTuple
 import torch
 
 from qcap.errors import StoreUnavailable
-from qcap.store.tiers import SequenceRecord, StoreOutcome
+from qcap.store.tiers import Lease, SequenceRecord, StoreOutcome
 from qcap.tokens import ChunkKey, ChunkRecord
+
+PAUSE_S = 1e-4
+"""A writer's pause between two chunks. A prefill's chunks are whole all at once, just when the engine's thread wakes up for the token, and
+a thread that keeps the interpreter's lock is asked for it only after milliseconds."""
 
 
 @dataclass(eq=False)
@@ -30,6 +34,7 @@ class Job:
     source: torch.Tensor | None
     event: Any
     overwrite: bool
+    lease: Lease | None
     future: Future[Any]
     attached: list[Future[StoreOutcome]] = field(default_factory=list)
 
@@ -85,7 +90,9 @@ class WriteQueue:
         self.pending = 0
         _queues.add(self)
 
-    def put_chunk(self, record: ChunkRecord, source: torch.Tensor, event: Any, overwrite: bool, waits: bool) -> Admission:
+    def put_chunk(
+        self, record: ChunkRecord, source: torch.Tensor, event: Any, overwrite: bool, waits: bool, lease: Lease | None = None
+    ) -> Admission:
         """Queue a chunk, or attach to the same chunk in flight. Raises when closed, also while it waits for room."""
         key, nbytes, waited_since = record.key, source.nbytes, 0.0
         with self._changed:
@@ -97,7 +104,7 @@ class WriteQueue:
                     break
                 if self.has_room(nbytes):
                     future = _running_future()
-                    self._in_flight[key] = self._append(record, nbytes, source, event, overwrite, future)
+                    self._in_flight[key] = self._append(record, nbytes, source, event, overwrite, lease, future)
                     break
                 if not waits:
                     return Admission(None, self.bytes, 0.0)
@@ -114,7 +121,7 @@ class WriteQueue:
         """Queue a receipt. Raises when closed."""
         with self._changed:
             self._check_open(self._closed)
-            return self._append(record, 0, None, None, False, _running_future()).future
+            return self._append(record, 0, None, None, False, None, _running_future()).future
 
     def _check_open(self, closed: bool) -> None:
         if closed:
@@ -127,13 +134,14 @@ class WriteQueue:
         source: torch.Tensor | None,
         event: Any,
         overwrite: bool,
+        lease: Lease | None,
         future: Future[Any],
     ) -> Job:
         while len(self._threads) < self._writers:
             thread = threading.Thread(target=self._run, name=f"qcap-store-{len(self._threads)}", daemon=True)
             thread.start()
             self._threads.append(thread)
-        job = Job(self._next_turn, time.monotonic(), record, nbytes, source, event, overwrite, future)
+        job = Job(self._next_turn, time.monotonic(), record, nbytes, source, event, overwrite, lease, future)
         self._next_turn += 1
         self._jobs.append(job)
         self.bytes += nbytes
@@ -151,6 +159,8 @@ class WriteQueue:
                 job = self._jobs.popleft()
             self._write(job)
             del job  # or it would keep its source alive until the next one comes
+            if self._jobs:
+                time.sleep(PAUSE_S)
 
     def turn(self, job: Job) -> _Turn:
         """``with queue.turn(job):`` waits until every job queued before has published or failed."""
@@ -176,7 +186,7 @@ class WriteQueue:
         self._pass_turn(job)  # of a job that failed before it came to publish: those behind it need not wait
         with self._changed:
             self.bytes -= job.nbytes
-            job.source = job.event = None
+            job.source = job.event = job.lease = None
             if isinstance(job.record, ChunkRecord) and self._in_flight.get(job.record.key) is job:
                 del self._in_flight[job.record.key]
             self._changed.notify_all()

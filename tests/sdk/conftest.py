@@ -50,7 +50,7 @@ class FakeBackend:
         self.calls["lookup"] += 1
         return next((i for i, key in enumerate(keys) if key not in self.objects), len(keys))
 
-    def store(self, record, source, event=None, *, overwrite=False):
+    def store(self, record, source, event=None, *, overwrite=False, lease=None):
         self.calls["store"] += 1
         assert source.is_contiguous() and source.device.type == "cpu"
         assert tuple(source.shape) == record.geometry.chunk_shape(record.kind)
@@ -94,6 +94,9 @@ class FakeBackend:
 
     def poll(self):
         return 0
+
+    def relieve(self, nbytes):
+        return False
 
     def drain(self, timeout_s=None):
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 import threading
+import time
 import uuid
 
 import pytest
@@ -512,3 +513,168 @@ def _together(works) -> None:
     for thread in threads:
         thread.join(T_S)
     assert not any(thread.is_alive() for thread in threads)
+
+
+# ---- chunks that stay where they came in
+
+
+class Lent:
+    """Memory under a lease; scribbled over as soon as nobody holds it."""
+
+    def __init__(self, tensor: torch.Tensor, *, pinned: bool = True) -> None:
+        self.tensor, self.pinned, self.holders, self.returned = tensor.clone(), pinned, 1, 0
+        self._lock = threading.Lock()
+
+    def hold(self) -> None:
+        with self._lock:
+            assert self.holders, "held after it was given back"
+            self.holders += 1
+
+    def release(self) -> None:
+        with self._lock:
+            self.holders -= 1
+            assert self.holders >= 0
+            if not self.holders:
+                self.returned += 1
+                self.tensor.zero_()
+
+
+def lend(backend, seed: int = 1, *, pinned: bool = True, **changes) -> tuple:
+    record, tensor = chunk(seed, **changes)
+    lease = Lent(tensor, pinned=pinned)
+    outcome = backend.store(record, lease.tensor, lease=lease).result(T_S)
+    lease.release()  # the caller's own
+    return record, tensor, lease, outcome
+
+
+def reader_of(backend, record):
+    reader = backend.open_layers(record.key)
+    assert reader is not None
+    return reader
+
+
+def test_a_lent_chunk_is_not_copied(backend) -> None:
+    record, tensor, lease, outcome = lend(backend)
+    assert outcome is StoreOutcome.STORED and lease.holders == 1
+    resting = reader_of(backend, record).rest()
+    assert resting is not None and resting.lease is lease and lease.holders == 2
+    assert resting.tensor.data_ptr() == lease.tensor.data_ptr() and equal_bits(resting.tensor, tensor)
+    resting.lease.release()
+    loaded = backend.load(record.key)
+    assert equal_bits(loaded.tensor, tensor) and loaded.tensor.data_ptr() != lease.tensor.data_ptr()
+    assert equal_bits(reader_of(backend, record).read(1), tensor[:, 1]) and lease.holders == 1
+
+
+def test_only_page_locked_memory_is_shown(backend) -> None:
+    record, _, lease, _ = lend(backend, pinned=False)
+    assert reader_of(backend, record).rest() is None and lease.holders == 1
+    other, copied = chunk(2)
+    backend.store(other, copied).result(T_S)
+    assert reader_of(backend, other).rest() is None
+
+
+def test_memory_that_is_wanted_back_comes_back(backend) -> None:
+    lent = [lend(backend, index=i) for i in range(4)]
+    readers = [reader_of(backend, record) for record, *_ in lent]
+    nbytes = lent[0][1].nbytes
+    assert backend.relieve(nbytes + 1)
+    until(lambda: lent[1][2].returned)
+    assert [lease.returned for *_, lease, _ in lent] == [1, 1, 0, 0]  # the oldest, and no more than was asked for
+    for reader, (record, tensor, lease, _) in zip(readers, lent, strict=True):
+        assert equal_bits(backend.load(record.key).tensor, tensor) and equal_bits(reader.read(0), tensor[:, 0])
+        resting = reader.rest()
+        assert (resting is None) == bool(lease.returned)
+        if resting is not None:
+            resting.lease.release()
+    while backend.relieve(1 << 40):
+        time.sleep(0.001)
+    assert all(lease.returned == 1 for *_, lease, _ in lent) and not backend.relieve(1)
+
+
+def test_who_reads_a_lent_chunk_keeps_it(backend) -> None:
+    record, tensor, lease, _ = lend(backend)
+    resting = reader_of(backend, record).rest()
+    while backend.relieve(1 << 40):
+        time.sleep(0.001)
+    assert not lease.returned and equal_bits(resting.tensor, tensor)
+    resting.lease.release()
+    assert lease.returned == 1 and equal_bits(backend.load(record.key).tensor, tensor)
+
+
+@pytest.mark.parametrize("how", ["delete", "forget", "overwrite", "list", "close", "exists"])
+def test_a_lease_ends_once_however_the_chunk_goes(name, tier, backend, how) -> None:
+    record, tensor, lease, _ = lend(backend)
+    reader = reader_of(backend, record)
+    if how == "delete":
+        tier.delete(record.key)
+    elif how == "forget":
+        memory.forget(name)
+    elif how == "overwrite":
+        assert backend.store(record, zeros(tensor), overwrite=True).result(T_S) is StoreOutcome.STORED
+    elif how == "list":
+        assert len(list(tier.list_objects())) == 1
+    elif how == "exists":
+        again = lend(backend)
+        assert again[3] is StoreOutcome.EXISTS and again[2].returned == 1 and lease.holders == 1
+        return
+    else:
+        backend.close()
+    assert lease.returned == 1
+    if how == "close":
+        assert equal_bits(reader.read(0), tensor[:, 0])
+    else:
+        with pytest.raises(LayerReplaced):
+            reader.read(0)
+    assert reader.rest() is None
+    loaded = backend.load(record.key)
+    assert (loaded is None) == (how in ("delete", "forget"))
+    assert loaded is None or (is_zero(loaded.tensor) if how == "overwrite" else equal_bits(loaded.tensor, tensor))
+    while backend.relieve(1 << 40):
+        time.sleep(0.001)
+    assert lease.returned == 1
+
+
+def test_readers_while_memory_is_taken_back(name, backend) -> None:
+    lent = [lend(backend, index=i) for i in range(12)]
+    wrong, stop = [], threading.Event()
+
+    def read(seed: int) -> None:
+        rng = random.Random(seed)
+        while not stop.is_set():
+            record, tensor, _, _ = rng.choice(lent)
+            resting = reader_of(backend, record).rest()
+            if resting is not None:
+                wrong.append(equal_bits(resting.tensor, tensor))
+                resting.lease.release()
+            wrong.append(equal_bits(backend.load(record.key).tensor, tensor))
+            wrong.append(equal_bits(reader_of(backend, record).read(0), tensor[:, 0]))
+
+    threads = [threading.Thread(target=read, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    while backend.relieve(lent[0][1].nbytes):
+        time.sleep(0.005)
+    stop.set()
+    for thread in threads:
+        thread.join(T_S)
+    assert wrong and all(wrong) and all(lease.returned == 1 for *_, lease, _ in lent)
+
+
+def test_a_move_that_fails_is_tried_again(backend, monkeypatch) -> None:
+    record, tensor, lease, _ = lend(backend)
+    copy = chunkfile.copy_chunk
+    monkeypatch.setattr(chunkfile, "copy_chunk", lambda tensor: (_ for _ in ()).throw(MemoryError()))
+    assert backend.relieve(1)
+    until(lambda: backend._tier._moving == 0)
+    assert lease.holders == 1 and not lease.returned
+    monkeypatch.setattr(chunkfile, "copy_chunk", copy)
+    while backend.relieve(1 << 40):
+        time.sleep(0.001)
+    assert lease.returned == 1 and equal_bits(backend.load(record.key).tensor, tensor)
+
+
+def until(done) -> None:
+    end = time.monotonic() + T_S
+    while not done():
+        assert time.monotonic() < end
+        time.sleep(0.001)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 import zlib
 from collections import Counter, OrderedDict, deque
 from concurrent.futures import Future
@@ -77,9 +78,12 @@ def values(hashes: np.ndarray, layer: int, plane: int) -> torch.Tensor:
 
 
 class RecordingBackend:
-    """A store in a dict, written by one slow thread; can refuse, and remembers every object ever published."""
+    """A store in a dict, written by one slow thread; can refuse, and remembers every object ever published.
 
-    def __init__(self, rng: random.Random, *, refuse: float = 0.0, fail: float = 0.0, room: int | None = None) -> None:
+    Of some chunks it also holds the lease, as a store in memory does, until their memory is wanted back: they must be what they were.
+    """
+
+    def __init__(self, rng: random.Random, *, refuse: float = 0.0, fail: float = 0.0, room: int | None = None, keep: bool = False) -> None:
         self.objects: dict[Any, tuple[ChunkRecord, torch.Tensor]] = {}
         self.published: list[tuple[ChunkRecord, torch.Tensor]] = []
         self.receipts: list[SequenceRecord] = []
@@ -87,6 +91,8 @@ class RecordingBackend:
         self._jobs: deque[Any] = deque()
         self._lock = threading.Condition()
         self._pending = self._waiting_bytes = 0
+        self._kept: deque[tuple[Any, torch.Tensor, torch.Tensor]] = deque()
+        self._keep, self.changed_under_lease = keep, 0
         self._closed = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -105,7 +111,9 @@ class RecordingBackend:
     def lookup(self, keys: Any) -> int:
         return next((i for i, k in enumerate(keys) if k not in self.objects), len(keys))
 
-    def store(self, record: ChunkRecord, source: torch.Tensor, event: Any = None, *, overwrite: bool = False) -> Future[StoreOutcome]:
+    def store(
+        self, record: ChunkRecord, source: torch.Tensor, event: Any = None, *, overwrite: bool = False, lease: Any = None
+    ) -> Future[StoreOutcome]:
         future: Future[StoreOutcome] = Future()
         if self._rng.random() < self._refuse:
             future.set_result(StoreOutcome.REFUSED)
@@ -114,7 +122,7 @@ class RecordingBackend:
             while self._room is not None and self._waiting_bytes and self._waiting_bytes + source.nbytes > self._room:
                 if not self._lock.wait(20):
                     raise TimeoutError("deadlock: no room in the store for 20 s")
-            self._jobs.append((record, source, event, future, self._rng.random() < self._fail))
+            self._jobs.append((record, source, event, future, self._rng.random() < self._fail, lease))
             self._pending += 1
             self._waiting_bytes += source.nbytes
             self._lock.notify_all()
@@ -123,7 +131,7 @@ class RecordingBackend:
     def put_sequence(self, record: SequenceRecord) -> Future[None]:
         future: Future[None] = Future()
         with self._lock:
-            self._jobs.append((record, None, None, future, False))
+            self._jobs.append((record, None, None, future, False, None))
             self._pending += 1
             self._lock.notify_all()
         return future
@@ -135,7 +143,7 @@ class RecordingBackend:
                     if self._closed:
                         return
                     self._lock.wait()
-                record, source, event, future, fail = self._jobs.popleft()
+                record, source, event, future, fail, lease = self._jobs.popleft()
             outcome: Any = None
             if isinstance(record, SequenceRecord):
                 self.receipts.append(record)
@@ -151,6 +159,9 @@ class RecordingBackend:
                     else:
                         self.published.append((record, source.clone()))
                         self.objects[record.key] = self.published[-1]
+                        if self._keep and lease is not None and len(self.published) % 2:
+                            lease.hold()
+                            self._kept.append((lease, source, self.published[-1][1]))
                         outcome = StoreOutcome.STORED
                 except Exception:  # a store's future never raises
                     pass
@@ -161,6 +172,18 @@ class RecordingBackend:
             with self._lock:
                 self._pending -= 1
                 self._lock.notify_all()
+
+    def relieve(self, nbytes: int) -> bool:
+        given = 0
+        while self._kept and given < nbytes:
+            try:
+                lease, source, wanted = self._kept.popleft()
+            except IndexError:
+                break
+            self.changed_under_lease += not torch.equal(source, wanted)
+            lease.release()
+            given += source.nbytes
+        return given > 0
 
     def load(self, key: Any) -> Any:
         found = self.objects.get(key)
@@ -185,6 +208,7 @@ class RecordingBackend:
             self._closed = True
             self._lock.notify_all()
         self._thread.join(20)
+        self.relieve(1 << 60)
 
 
 class RecordedLayers:
@@ -192,6 +216,9 @@ class RecordedLayers:
 
     def __init__(self, record: ChunkRecord, tensor: torch.Tensor, dies_at: int | None = None) -> None:
         self.record, self._tensor, self.dies_at = record, tensor, dies_at
+
+    def rest(self) -> None:
+        return None
 
     def read(self, layer: int, out: torch.Tensor | None = None) -> torch.Tensor:
         if self.dies_at is not None and layer >= self.dies_at:
@@ -446,7 +473,7 @@ class Sim:
             url = f"memory://sim-{o.seed}-{id(self)}"
             self.store: Any = open_backend(url, on_pressure=o.on_pressure, host_bytes=o.host_bytes)
         else:
-            self.store = RecordingBackend(random.Random(o.seed + 1), refuse=o.refuse, fail=o.fail, room=o.room)
+            self.store = RecordingBackend(random.Random(o.seed + 1), refuse=o.refuse, fail=o.fail, room=o.room, keep=True)
         self.backend: Any = FlakyLoads(self.store, random.Random(o.seed + 2), o.load_failures)
 
     def _make_worker(self) -> None:
@@ -1128,6 +1155,11 @@ class Sim:
         assert not any(held), f"the ledger keeps, or leaked, {[len(h) for h in held]}"
         assert not self.query._skips and not self.kv._early and not self.kv._first_open
         assert self.counters["query.debug.rows_off"] == 0
+        self.events["kept"] += len(getattr(self.store, "_kept", ()))
+        while self.store.relieve(1 << 60):
+            time.sleep(0.001)
+        changed = getattr(self.store, "changed_under_lease", 0)
+        assert not changed, f"{changed} chunks changed while the store held them"
         assert self.arena.outstanding == 0, f"{self.arena.outstanding} host buffers never came back"
         assert not self.scheduler._followed and not self.scheduler._load_failed
         if self.o.layerwise:

@@ -14,7 +14,7 @@ from rich.console import Console
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import bench_to_host, cudart, engine, harness, ncu, peer_lmcache  # noqa: E402
+from benchmarks import bench_to_host, cudart, engine, harness, layerwise, ncu, peer_lmcache  # noqa: E402
 from benchmarks.__main__ import table_of  # noqa: E402
 from qcap import kernels  # noqa: E402
 
@@ -214,3 +214,159 @@ def test_a_profile_names_qcaps_kernels_whatever_their_share():
         engine.show_profile("both", {"prefill 8": spent}, console)
     said = capture.get()
     assert "row_scatter_kernel" in said and "DtoH" in said and "gemm_8" in said and "gemm_2" not in said
+
+
+class FakeChildren:
+    """Notes who was asked what."""
+
+    def __init__(self):
+        self.asked = []
+
+    def ask(self, config, name, *arguments):
+        self.asked.append((config, name, *arguments))
+        return {f"{name} ms": float(len(self.asked))}
+
+
+def test_warm_up_rounds_are_no_figures():
+    def one_round(number):
+        yield "off", {"x ms": float(number)}
+        yield "both", {}
+
+    assert engine.measure(one_round, 3, 2, float("inf")) == {("x ms", "off"): [2.0, 3.0, 4.0]}
+    assert engine.measure(one_round, 3, 2, 0.0) == {("x ms", "off"): [2.0]}  # no time left, but one round there is
+
+
+def test_engines_take_turns_and_get_the_same_prompts():
+    children = FakeChildren()
+    list(engine.capture_round(children, ["off", "both"], [8], 4))
+    assert children.asked == [(c, *what) for what in (("ttft", 8, "8 4"), ("decode", "decode 4")) for c in ("off", "both")]
+    children = FakeChildren()
+    got = list(layerwise.load_round(children, ["layerwise", "whole", "off"], 512, [64], 3))
+    named = [(config, name) for config, name, *_ in children.asked]
+    assert named[:3] == [("layerwise", "prefill"), ("whole", "prefill"), ("off", "prefill")]
+    assert named[3:9] == [
+        ("layerwise", "load"), ("layerwise", "compute"), ("whole", "load"), ("whole", "compute"), ("off", "compute"), ("layerwise", "copy"),
+    ]  # fmt: skip
+    assert [name for _, name in named[9:]] == ["forget"] * 3 and [config for config, _ in got] == [config for config, _ in named]
+    seeds = {name: {asked[-1] for asked in children.asked if asked[1] == name} for name in ("prefill", "load", "compute")}
+    assert all(len(of_one) == 1 for of_one in seeds.values()) and seeds["load"] != seeds["compute"]
+
+
+def test_a_run_that_loaded_something_else_is_told():
+    def check(counted, cached, **more):
+        return layerwise.why_wrong(counted, cached, **{"loaded": 448, "in_cache": 0, "layerwise": True, **more})
+
+    assert check({"load.tokens": 448, "load.layerwise": 1}, 448) == ""
+    assert check({"load.tokens": 448}, 448, layerwise=False) == ""
+    assert check({}, 448, loaded=0, in_cache=448) == "" and check({}, 0, loaded=0) == ""
+    assert "load.tokens is 0, not 448" in check({}, 448)  # vLLM's own cache had it
+    assert "load.layerwise is 0, not 1" in check({"load.tokens": 448}, 448)
+    assert "load.layerwise is 1, not 0" in check({"load.tokens": 448, "load.layerwise": 1}, 448, layerwise=False)
+    assert "load.failed is 1" in check({"load.tokens": 448, "load.layerwise": 1, "load.failed": 1}, 448)
+    assert "load.tokens is 448, not 0" in check({"load.tokens": 448, "load.layerwise": 1}, 448, loaded=0, in_cache=448)
+    assert "512 tokens were not computed" in check({"load.tokens": 448, "load.layerwise": 1}, 512)
+    assert "None tokens" in check({"load.tokens": 448, "load.layerwise": 1}, None)
+
+
+FIGURES = {
+    ("load 64 ms", "layerwise"): [104.0, 120.0, 106.0],
+    ("load 64 ms", "whole"): [300.0, 318.0, 330.0],
+    ("compute 64 ms", "layerwise"): [60.0, 50.0, 55.0],
+    ("copy 64 ms", "layerwise"): [100.0, 90.0, 110.0],
+    ("prefill 512 ms", "layerwise"): [1014.0, 1013.0, 2000.0],
+    ("prefill 512 ms", "off"): [1000.0, 999.0, 1001.0],
+}
+
+
+def test_the_acceptance_of_loads_is_of_medians():
+    assert layerwise.limit_ms(100.0, 55.0) == layerwise.limit_ms(55.0, 100.0) == pytest.approx(108.0)
+    (row,) = layerwise.accept_loads(FIGURES, [64])
+    assert (row["load_ms"], row["compute_ms"], row["p50"], row["p80"], row["whole_ms"]) == (100.0, 55.0, 106.0, 120.0, 318.0)
+    assert row["held"] and row["over_ms"] == pytest.approx(-2.0) and row["ratio"] == pytest.approx(3.0)
+    slow = FIGURES | {("load 64 ms", "layerwise"): [108.5]}
+    alone = {name: values for name, values in slow.items() if name[1] == "layerwise"}
+    (row,) = layerwise.accept_loads(alone, [64])
+    assert not row["held"] and row["whole_ms"] is None and row["ratio"] is None
+
+
+def test_the_acceptance_of_stores_is_against_off():
+    row = layerwise.accept_store(FIGURES, 512)
+    assert row["slower_pct"] == pytest.approx(1.4) and row["held"]
+    assert not layerwise.accept_store(FIGURES | {("prefill 512 ms", "layerwise"): [1016.0]}, 512)["held"]
+    assert layerwise.accept_store({("prefill 512 ms", "layerwise"): [1.0]}, 512) is None
+
+
+@pytest.mark.parametrize("on_device", [True, False])
+def test_the_tables_say_what_held_and_what_means_nothing(on_device):
+    console = Console(width=200)
+    with console.capture() as capture:
+        layerwise.show_acceptance(layerwise.accept_loads(FIGURES, [64]), layerwise.accept_store(FIGURES, 512), on_device, console)
+    said = " ".join(capture.get().split())
+    for text in ("108.00", "106.00", "318.00", "3.00x", "-2.00", "+1.40 %"):
+        assert text in said
+    assert ("figures mean nothing" in said) is not on_device and said.count("yes") == 2 * on_device
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--tails", "1000"],  # no whole chunks are left
+        ["--tails", "16384"],  # more than one step
+        ["--tails", "32768"],  # nothing to load
+        ["--configs", "whole,off"],
+        ["--configs", "layerwise,other"],
+        ["--tiny", "--tails", "1024"],
+    ],
+)
+def test_arguments_that_could_not_be_measured_are_refused(options, monkeypatch, capsys):
+    monkeypatch.setattr(engine, "engines", lambda *_: pytest.fail("an engine was started"))
+    with pytest.raises(SystemExit):
+        layerwise.main(options)
+    assert "tail" in capsys.readouterr().err or "--configs" in options
+
+
+def test_engines_differ_in_how_they_load_alone(monkeypatch):
+    seen = {}
+
+    def engines(module, args, capture, options):
+        seen.update(module=module, capture=capture, options=options, kv_gib=args.kv_gib)
+        raise InterruptedError
+
+    monkeypatch.setattr(engine, "engines", engines)
+    with pytest.raises(InterruptedError):
+        layerwise.main([])
+    ours, whole = seen["capture"]["layerwise"], seen["capture"]["whole"]
+    assert seen["capture"]["off"] is None and ours == {**whole, "layerwise": True} and not whole["layerwise"]
+    assert ours["host_bytes"] == 12 << 30 and ours["load"] == "all"
+    assert seen["options"]["enable_prefix_caching"] and seen["options"]["max_num_batched_tokens"] == 8192
+    assert (seen["module"], seen["kv_gib"]) == ("benchmarks.layerwise", 10.0) and seen["options"]["max_model_len"] > 32768 + layerwise.MORE
+
+
+def test_calls_within_calls_are_part_of_them():
+    class Connector:
+        def outer(self, x):
+            return self.inner(x) + 1
+
+        def inner(self, x):
+            return 2 * x
+
+        def fails(self):
+            raise KeyError
+
+        @classmethod
+        def of_class(cls):
+            return cls
+
+    before, calls = dict(vars(Connector)), []
+    with layerwise.timed_calls(Connector, calls):
+        it = Connector()
+        assert it.outer(3) == 7 and it.inner(1) == 2 and it.of_class() is Connector
+        with pytest.raises(KeyError):
+            it.fails()
+    assert [name for name, _, _ in calls] == ["outer", "inner", "fails"] and all(took >= 0 for _, _, took in calls)
+    assert {name: vars(Connector)[name] for name in ("outer", "inner", "fails")} == {n: before[n] for n in ("outer", "inner", "fails")}
+    console = Console(width=160)
+    with console.capture() as capture:
+        layerwise.show_calls("load 64", {"ms": 9.0, "calls": [["outer", 1.0, 2.5], ["inner", 4.0, 0.5], ["outer", 5.0, 3.0]]}, console)
+    said = capture.get()
+    assert "load 64: first token after 9.00 ms, 6.00 ms" in said and "8.000" in said and "longest: outer at 5.00 for 3.00" in said

@@ -38,6 +38,7 @@ class Bench:
         self.sim = Sim(Options(seed=0, budget=64, **options))
         self.worker, self.capture = self.sim.worker, self.sim.capture
         self.store, self.counters = self.sim.store, self.sim.counters
+        self.store._keep = False  # whether memory comes back is asked at once
         self.number = 0
 
     def step(self, *requests, tokens=(), finished=(), preempted=(), loads=(), speculative=False, resampled=()):
@@ -543,7 +544,9 @@ def test_a_new_kind_is_a_feature_and_nothing_else(bench):  # D34
     class Dummy:
         kind = CacheKind.QUERY
         on_device_bytes = 0
-        begin = staticmethod(lambda step, due: seen.append("begin"))
+        starts_early = True
+        begin = staticmethod(lambda step: seen.append("begin"))
+        start = staticmethod(lambda due: seen.append("start"))
         layer_done = staticmethod(lambda layer: seen.append("layer"))
         end = staticmethod(lambda: seen.append("end"))
         commit = staticmethod(lambda number, invalid: seen.append("commit"))
@@ -555,7 +558,7 @@ def test_a_new_kind_is_a_feature_and_nothing_else(bench):  # D34
     b.capture.features[:] = [Dummy()]
     b.run(request(1, 0, 8, [5, 3]), tokens=[(1, 0, IDS[:8])])
     b.finish(1, 9)
-    assert seen == ["begin", "commit", "end", "release"]
+    assert seen == ["begin", "start", "commit", "end", "release"]
     assert b.store.sequences()[0].skipped == {"query": {"because": 1}}
     b.worker.close()
     assert seen[-1] == "close"
