@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from urllib.parse import quote, unquote
 
 import numpy as np
@@ -53,6 +54,8 @@ def check_salt(salt: str) -> str:
     """
     if not isinstance(salt, str):
         raise TokenError(f"salt must be a string, got {type(salt).__name__}")
+    if not salt:
+        return salt
     if len(salt) > MAX_SALT_CHARS or any(c in salt for c in _SALT_FORBIDDEN):
         raise TokenError(f"salt {salt[:40]!r} must be at most {MAX_SALT_CHARS} characters and hold none of @ / \\ NUL")
     return salt
@@ -87,19 +90,26 @@ class ChunkedTokenDatabase:
 
     def extend(self, known: list[TokenChunk], tokens: TokenIds) -> list[TokenChunk]:
         """``known`` (this sequence's first chunks) followed by the rest of ``tokens``' whole chunks; hashes only what is new."""
-        array = as_token_array(tokens)
-        chunks = list(known)
+        size, chunks = self.chunk_size, list(known)
+        first = len(chunks) * size
+        raw = _as_bytes(tokens[first:] if first else tokens)  # all at once: an engine waits for this
         parent = chunks[-1].digest if chunks else ROOT_DIGEST
-        for start in range(len(chunks) * self.chunk_size, len(array) - self.chunk_size + 1, self.chunk_size):
-            digest = chain_digest(parent, array[start : start + self.chunk_size])
-            chunks.append(TokenChunk(start, start + self.chunk_size, digest, parent))
+        for at in range(0, len(raw) - 4 * size + 1, 4 * size):
+            digest = blake3(bytes.fromhex(parent) + raw[at : at + 4 * size]).hexdigest()
+            start = first + at // 4
+            chunks.append(TokenChunk(start, start + size, digest, parent))
             parent = digest
         return chunks
 
 
+def _as_bytes(tokens: TokenIds) -> bytes:
+    """Four bytes a token, most significant first. Raises as :func:`as_token_array`."""
+    return as_token_array(tokens).astype(">u4").tobytes()
+
+
 def chain_digest(parent: str, tokens: TokenIds) -> str:
     """The digest of ``tokens`` after everything behind ``parent``: 64 hex digits."""
-    return blake3(bytes.fromhex(parent) + as_token_array(tokens).astype(">u4").tobytes()).hexdigest()
+    return blake3(bytes.fromhex(parent) + _as_bytes(tokens)).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -130,13 +140,14 @@ class ChunkKey:
 
     def fingerprint(self) -> str:
         """A hash over all fields, unambiguous for any characters in them: the object's name in a store."""
+        return self._fingerprint
+
+    @cached_property
+    def _fingerprint(self) -> str:
         fields = [self.model, str(self.tp_size), str(self.tp_rank), self.dtype, self.digest, self.salt]
         fields += [part for tag in self.tags for part in tag]
-        hasher = blake3()
-        for text in fields:
-            raw = text.encode()
-            hasher.update(len(raw).to_bytes(8, "big") + raw)
-        return hasher.hexdigest()
+        raws = [text.encode() for text in fields]
+        return blake3(b"".join([len(raw).to_bytes(8, "big") + raw for raw in raws])).hexdigest()
 
     def for_rank(self, rank: int) -> ChunkKey:
         """The same chunk of another rank's heads."""
@@ -232,7 +243,7 @@ class ChunkRecord:
                 f"a chunk has {self.geometry.chunk_size} tokens and as many positions, got {len(self.token_ids)} and {len(self.positions)}"
             )
 
-    @property
+    @cached_property
     def key(self) -> ChunkKey:
         """Where this chunk is kept."""
         return chunk_key(self.kind, self.geometry, self.digest, self.salt, self.tags)

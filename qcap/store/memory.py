@@ -99,6 +99,7 @@ def forget(name: str) -> None:
         with shelf.lock:
             gone = list(shelf.chunks.values())
             shelf.chunks.clear()
+            shelf.paths.clear()
         for chunk in gone:
             chunk.let_go()
 
@@ -109,6 +110,7 @@ class _Shelf:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.chunks: dict[str, _Chunk] = {}
+        self.paths: dict[ChunkKey, str] = {}  # of chunks that were put here; looked up first, because a path takes a hash to make
 
 
 _shelves: dict[str, _Shelf] = {}
@@ -135,6 +137,8 @@ class MemoryTier(ObjectTier):
 
     def exists(self, key: ChunkKey) -> bool:
         """Whether a chunk is published under ``key``."""
+        if self._shelf.paths.get(key) in self._shelf.chunks:
+            return True
         path = object_path(key)
         if path in self._shelf.chunks or self._bucket.exists(path):
             return True
@@ -171,7 +175,7 @@ class MemoryTier(ObjectTier):
 
     def header(self, key: ChunkKey) -> chunkfile.ChunkHeader | None:
         """The header of one chunk; one that rests has no checksums in it."""
-        path = object_path(key)
+        path = self._shelf.paths.get(key) or object_path(key)
         chunk = self._shelf.chunks.get(path)
         if chunk is None:
             header = super().header(key)
@@ -210,6 +214,7 @@ class MemoryTier(ObjectTier):
         """Remove one chunk, if it is there."""
         with self._shelf.lock:
             chunk = self._shelf.chunks.pop(object_path(key), None)
+            self._shelf.paths.pop(key, None)
             self._bucket.delete(object_path(key))
         if chunk is not None:
             chunk.let_go()
@@ -221,6 +226,7 @@ class MemoryTier(ObjectTier):
                 return False
             before = self._shelf.chunks.get(path)
             self._shelf.chunks[path] = chunk
+            self._shelf.paths[chunk.record.key] = path
             self._bucket.delete(path)
         if before is not None:
             before.let_go()
@@ -239,6 +245,7 @@ class MemoryTier(ObjectTier):
                 with chunk.borrow() as tensor:
                     self._bucket.stage(chunkfile.encode(chunk.record, tensor).buffers()).publish(path, overwrite=True)
                 del self._shelf.chunks[path]
+                self._shelf.paths.pop(chunk.record.key, None)
             chunk.let_go()
         return super().list_objects()
 
