@@ -112,6 +112,21 @@ def chain_digest(parent: str, tokens: TokenIds) -> str:
     return blake3(bytes.fromhex(parent) + _as_bytes(tokens)).hexdigest()
 
 
+_numbers: tuple[int, ...] = ()
+_MOST_NUMBERS = 1 << 18
+
+
+def positions_between(start: int, end: int) -> tuple[int, ...]:
+    """``start..end``, cut out of one tuple: an engine may wait for 32 thousand of them, and equal ones are then the same objects."""
+    global _numbers
+    if end > _MOST_NUMBERS or start < 0:
+        return tuple(range(start, end))
+    numbers = _numbers
+    if len(numbers) < end:
+        _numbers = numbers = tuple(range(min(2 * end, _MOST_NUMBERS)))
+    return numbers[start:end]
+
+
 @dataclass(frozen=True)
 class ChunkKey:
     """The identity of one stored object.
@@ -237,7 +252,7 @@ class ChunkRecord:
     def __post_init__(self) -> None:
         check_salt(self.salt)
         if not self.positions:
-            object.__setattr__(self, "positions", tuple(range(self.start, self.start + len(self.token_ids))))
+            object.__setattr__(self, "positions", positions_between(self.start, self.start + len(self.token_ids)))
         if len(self.positions) != len(self.token_ids) or len(self.token_ids) != self.geometry.chunk_size:
             raise TokenError(
                 f"a chunk has {self.geometry.chunk_size} tokens and as many positions, got {len(self.token_ids)} and {len(self.positions)}"

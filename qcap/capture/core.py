@@ -11,9 +11,9 @@ import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from types import TracebackType
 
 import torch
 
@@ -29,6 +29,24 @@ from qcap.tokens import ChunkedTokenDatabase, ChunkRecord, chunk_key
 
 logger = logging.getLogger("qcap.capture")
 often = RateLimitedLog(logger)
+
+
+class _Guard:
+    """What :meth:`Capture.guard` returns: a generator would cost several times as much, and some are entered for every layer."""
+
+    __slots__ = ("_capture", "_feature", "_what")
+
+    def __init__(self, capture: Capture, what: str, feature: Feature | None) -> None:
+        self._capture, self._what, self._feature = capture, what, feature
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        self._capture.failed(self._what, error, self._feature)
+        return True
 
 
 class Capture:
@@ -83,21 +101,22 @@ class Capture:
 
     # ---- posture ------------------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def guard(self, what: str, feature: Feature | None = None) -> Iterator[None]:
+    def guard(self, what: str, feature: Feature | None = None) -> _Guard:
         """Nothing raises into the engine: the error is counted and logged, and the feature (or all of them) is turned off for good."""
-        try:
-            yield
-        except Exception:
-            self.counters["errors"] += 1
-            names = [feature] if feature is not None else list(self.features)
-            if what not in self._told:
-                self._told.add(what)
-                logger.exception(
-                    "qcap: %s failed; %s is turned off, the engine goes on", what, ", ".join(f.kind.value for f in names) or "nothing"
-                )
-            for broken in names:
-                self.turn_off(broken)
+        return _Guard(self, what, feature)
+
+    def failed(self, what: str, error: Exception, feature: Feature | None = None) -> None:
+        """What :meth:`guard` does with an error."""
+        self.counters["errors"] += 1
+        names = [feature] if feature is not None else list(self.features)
+        if what not in self._told:
+            self._told.add(what)
+            logger.error(
+                "qcap: %s failed; %s is turned off, the engine goes on", what, ", ".join(f.kind.value for f in names) or "nothing",
+                exc_info=error,
+            )  # fmt: skip
+        for broken in names:
+            self.turn_off(broken)
 
     def turn_off(self, feature: Feature) -> None:
         """Capture nothing of this kind from now on, and give back what it held."""
@@ -215,9 +234,11 @@ class Capture:
             if not self._started:
                 with self._lock:
                     self._start()
-            for feature in list(self.features):
-                with self.guard("moving a layer", feature):
+            for feature in tuple(self.features):
+                try:
                     feature.layer_done(layer)
+                except Exception as error:  # without a guard: this is run for every layer
+                    self.failed("moving a layer", error, feature)
 
     def mark_invalid(self, block_ids: set[int], reason: str) -> None:
         """These KV blocks hold garbage (a load failed): every request of this step that uses one is computed on it, and is stored no more.

@@ -45,7 +45,8 @@ class PlanBuffer:
     def send(self, step: int, requests: int, blocks: int, base: int = 0) -> None:
         """Queue the plan that was written to :meth:`next`'s array, on the current stream. ``base`` is added to its rows."""
         turn = self._turn
-        self._arrays[turn][:_HEADER] = blocks, step, requests, base
+        header = self._arrays[turn].data
+        header[0], header[1], header[2], header[3] = blocks, step, requests, base
         length = -(-(_HEADER + 4 * requests + blocks) // _ROUND) * _ROUND
         views = self._views.get((turn, length))
         if views is None:

@@ -260,10 +260,11 @@ class PageStager:
         self.device, self.arena = device, arena
         self._cuda = device.type == "cuda"
         self.nbytes = 0
+        self._now: Any = None  # recorded again and again: who waits for an event waits for its last record before that
         if self._cuda:
             self._pack, self.copy = torch.cuda.Stream(device), torch.cuda.Stream(device)
             self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
-            self._slot_free: list[Any] = [None, None]
+            self._slot_events = [(torch.cuda.Event(), torch.cuda.Event()) for _ in range(2)]  # packed; may be packed again
             self._turn = 0
             self.nbytes = 2 * slot_bytes
 
@@ -316,11 +317,23 @@ class PageStager:
         if not self._cuda:
             target.copy_(source)
             return
-        self.copy.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.copy):
+        engine = self._follow_engine(self.copy)
+        torch.cuda.set_stream(self.copy)  # what torch.cuda.stream() does, without the object that it makes
+        try:
             target.copy_(source, non_blocking=True)
+        finally:
+            torch.cuda.set_stream(engine)
         if not keep:
             source.record_stream(self.copy)
+
+    def _follow_engine(self, stream: Any) -> Any:
+        """``stream`` goes on after all that was queued on the current stream, which is given back."""
+        if self._now is None:
+            self._now = torch.cuda.Event()
+        engine = torch.cuda.current_stream(self.device)
+        self._now.record(engine)
+        stream.wait_event(self._now)
+        return engine
 
     def layers_at_once(self, host: torch.Tensor) -> int:
         """How many layers of ``host`` ``[planes, L, T, H]`` fill a slot: fewer would only cost the host more calls. All of them on the CPU,
@@ -343,7 +356,7 @@ class PageStager:
         room = self._slots[0].numel() // size  # tokens of one layer that fit into a slot
         together = min(max(1, room // max(tokens, 1)), last - first)
         per_slot = min(tokens, room // n * n)
-        self._pack.wait_stream(torch.cuda.current_stream(self.device))
+        self._follow_engine(self._pack)
         for layer in range(first, last, together):
             layers = min(together, last - layer)
             for token in range(0, tokens, per_slot):
@@ -355,27 +368,35 @@ class PageStager:
         turn = self._turn = (self._turn + 1) % len(self._slots)
         nbytes = planes * layers * count * width * host.element_size()
         slot = self._slots[turn][:nbytes].view(host.dtype).view(planes, layers, count, width)
-        with torch.cuda.stream(self._pack):
-            if self._slot_free[turn] is not None:
-                self._pack.wait_event(self._slot_free[turn])
+        engine, packed, free = torch.cuda.current_stream(self.device), *self._slot_events[turn]
+        torch.cuda.set_stream(self._pack)
+        try:
+            self._pack.wait_event(free)
             kernels.gather_pages(table, ids, slot, layer)
-            packed = torch.cuda.Event()
             packed.record()
-        with torch.cuda.stream(self.copy):
             self.copy.wait_event(packed)
+            torch.cuda.set_stream(self.copy)
             for plane in range(planes):
                 host[plane, layer : layer + layers, token : token + count].copy_(slot[plane], non_blocking=True)
-            self._slot_free[turn] = torch.cuda.Event()
-            self._slot_free[turn].record()
+            free.record()
+        finally:
+            torch.cuda.set_stream(engine)
+
+    def copied(self) -> Any:
+        """An event after all that was queued on the copy stream so far; None on the CPU."""
+        if not self._cuda:
+            return None
+        event = torch.cuda.Event(blocking=True)  # writers sleep on it, rather than spin
+        event.record(self.copy)
+        return event
 
     def events(self) -> tuple[Any, Any]:
         """(all that was packed so far, all that was copied so far)."""
         if not self._cuda:
             return None, None
-        packed, copied = torch.cuda.Event(), torch.cuda.Event(blocking=True)  # writers sleep on it, rather than spin
+        packed = torch.cuda.Event()
         packed.record(self._pack)
-        copied.record(self.copy)
-        return packed, copied
+        return packed, self.copied()
 
 
 def _lock_pages(block: torch.Tensor) -> None:

@@ -17,6 +17,8 @@ from qcap.attribution import FlatStep, RequestStep, Step, flatten
 from qcap.capture.step_rows import Keep, Piece, Place, StepRecord, StepRows
 from qcap.errors import Unsupported
 
+_HALF = np.array(32)  # of a key's bits; an array, which NumPy takes as it is
+
 
 @dataclass(frozen=True)
 class Shared:
@@ -88,27 +90,24 @@ class StreamLedger:
                 self._owner[list(_written(request, n))] = -1
             elif request.admitted and request.uid in self._requests:
                 self._forget_blocks(request.uid)
-        start, end, block_ids = flat.start, flat.end, flat.block_ids
-        count, total = len(start), len(block_ids)
-        if not count:
-            return 0, 0, 0
-        rows = end - start
-        first = start // n
-        blocks_end, rows_end = ((end - 1) // n - first + 1).cumsum(), rows.cumsum()
-        if total != blocks_end[-1]:
-            raise Unsupported(f"the step's requests write {blocks_end[-1]} KV blocks and name {total}")
-        if 4 * count + total <= len(out):
-            requests, keys = out[: 4 * count].reshape(count, 4), out[4 * count : 4 * count + total]
-            requests[1:, 0] = blocks_end[:-1]
-            requests[0, 0] = 0
-            requests[:, 1], requests[:, 2] = start, end
-            np.subtract(rows_end, rows, out=requests[:, 3])
-            if total > len(self._places):
-                self._places = np.arange(2 * total, dtype=np.int64)
-            np.left_shift(block_ids, 32, out=keys)
-            keys += self._places[:total]
+        table, block_ids, total, rows, _ = flat
+        if total != len(block_ids):
+            raise Unsupported(f"the step's requests write {total} KV blocks and name {len(block_ids)}")
+        begin = table.size
+        end = begin + total
+        if total and end <= len(out):
+            out[:begin] = table.reshape(-1)
+            keys = out[begin:end]
+            np.left_shift(block_ids, _HALF, out=keys)
+            keys += self._first_places(total)
             keys.sort()
-        return count, total, int(rows_end[-1])
+        return len(table), total, rows
+
+    def _first_places(self, count: int) -> np.ndarray:
+        """0, 1, 2, ... ``count - 1``."""
+        if count > len(self._places):
+            self._places = np.arange(2 * count, dtype=np.int64)
+        return self._places[:count]
 
     def open(self, step: Step, source: StepRows) -> None:
         """The planned step runs, and its rows will be in ``source``."""
@@ -149,8 +148,7 @@ class StreamLedger:
         (step, flat, opened), self._open = self._open, None
         source: StepRows | None = opened
         uids = [r.uid for r in step.requests if r.end > r.start and not r.skip]
-        counts = flat.end - flat.start
-        start, end, row = flat.start.tolist(), flat.end.tolist(), (np.cumsum(counts) - counts).tolist()
+        start, end, row = flat.table[:, 1:].T.tolist()
         if bad.issuperset(uids):  # none of its rows counts: only that they are no longer what they were
             opened.drop()
             source = None
@@ -226,15 +224,12 @@ class StreamLedger:
 
     def _note_blocks(self, step: Step, flat: FlatStep) -> None:
         """Whose rows the KV blocks that the step writes stand for."""
-        if len(flat.start):
-            n = self._n
+        if flat.rows:
             uids = np.array([r.uid for r in step.requests if r.end > r.start and not r.skip])
-            first = flat.start // n
-            counts = -(-flat.end // n) - first
+            place, first = flat.table[:, 0], flat.start // self._n
+            counts = np.diff(place, append=flat.blocks)
             self._owner[flat.block_ids] = np.repeat(uids, counts)
-            if len(flat.block_ids) > len(self._places):
-                self._places = np.arange(2 * len(flat.block_ids), dtype=np.int64)
-            self._index[flat.block_ids] = self._places[: len(flat.block_ids)] + np.repeat(first - np.cumsum(counts) + counts, counts)
+            self._index[flat.block_ids] = self._first_places(flat.blocks) + np.repeat(first - place, counts)
 
     def _forget_blocks(self, uid: int) -> None:
         """``uid`` starts over: the KV blocks that it had keep what it computed then, and its rows may become others."""

@@ -176,6 +176,8 @@ class StreamingQueryFeature(QueryBooks):
         self._next_small = 0
         self._rows: StepRows | None = None
         self._record: StepRecord | None = None  # of the step that was committed
+        self._slots = self._ring_slots[:0]  # those of the rows that layer 0 had
+        self._window_views: dict[int, torch.Tensor] = {}  # first row -> as many rows of the windows as the step has: a view has its price
         self._number = self._calls = self._flushed = self._seen_rows = self._count = self._base = 0
         self._large = False
         self.active = False
@@ -205,6 +207,8 @@ class StreamingQueryFeature(QueryBooks):
         if rows is None:
             self.ledger.give_up(step, "host-full")
             return
+        if count != self._count:
+            self._window_views.clear()
         self._rows, self._count, self._large = rows, count, large
         if large:  # a step that does not fill a window leaves several layers at a time: fewer calls for the host
             room = len(self.windows) // count
@@ -257,17 +261,16 @@ class StreamingQueryFeature(QueryBooks):
         large = self._large if self.active else rows > self.budget.small_rows
         if large and not self.active:
             return  # a profiling run: too large for any graph
-        slots = self._ring_slots[:rows]
         if layer == 0:
-            self._seen_rows = rows
+            self._seen_rows, self._slots = rows, self._ring_slots[:rows]
             stamps = self._stamps_large if large else self._stamps_small
             if large and self._stamps_free is not None:
                 torch.cuda.current_stream(self._device).wait_event(self._stamps_free)
             n = self._geometry.block_size
             if self._counts is None:
-                kernels.slot_attribution(slot_mapping[:rows], self._plan.device, n, slots, stamps)
+                kernels.slot_attribution(slot_mapping[:rows], self._plan.device, n, self._slots, stamps)
             else:
-                kernels.slot_attribution(slot_mapping[:rows], self._plan.device, n, slots, stamps, self._counts)
+                kernels.slot_attribution(slot_mapping[:rows], self._plan.device, n, self._slots, stamps, self._counts)
         elif rows != self._seen_rows:  # fast prefill with shared KV: later layers see fewer rows, and which ones is not ours to guess
             raise Unsupported(f"layer {layer} has {rows} query rows, layer 0 had {self._seen_rows}")
         if not rows:
@@ -281,8 +284,12 @@ class StreamingQueryFeature(QueryBooks):
             first = self._window_of(layer)
             if layer % self._together == 0:
                 self._leaving_large.wait(first, first + min(self._together, self._geometry.num_layers - layer) * self._count)
-        target = self.windows[first : first + self._count] if large else self._resident_layers[layer]
-        kernels.row_scatter(query.reshape(rows, width), slots, target)
+            target = self._window_views.get(first)
+            if target is None:
+                target = self._window_views[first] = self.windows[first : first + self._count]
+        else:
+            target = self._resident_layers[layer]
+        kernels.row_scatter(query.reshape(rows, width), self._slots, target)
         self._calls += 1
         if large and not self._cuda:
             self._flush(layer + 1)
@@ -305,7 +312,7 @@ class StreamingQueryFeature(QueryBooks):
             home = rows.rows.transpose(0, 1)[begin:end]  # [layers, rows, H], contiguous
             self._stager.copy_out(self.windows[first:last].view(home.shape), home, keep=True)
             if self._cuda:
-                self._leaving_large.add(first, last, self._stager.events()[1])
+                self._leaving_large.add(first, last, self._stager.copied())
 
     def _window_of(self, layer: int) -> int:
         """First row of the windows that ``layer`` of the running step goes to."""
@@ -343,7 +350,7 @@ class StreamingQueryFeature(QueryBooks):
 
     def _note_events(self, rows: StepRows) -> None:
         if self._cuda:
-            rows.events.append(self._stager.events()[1])
+            rows.events.append(self._stager.copied())
 
     def _check_counts(self) -> None:
         if self._counts is not None:

@@ -60,6 +60,7 @@ class BufferedConnector(LayerConnector):
             raise ConfigError("blending re-rotates keys: give rope=, as in the model's geometry")
         if table.num_planes != 2 or format not in (None, LayerFormat.KV_2TD):
             raise ConfigError(f"blending takes keys and values as KV_2TD; got {table.num_planes} planes, format {format}")
+        staging_tokens = -(-staging_tokens // table.block_size) * table.block_size
         device, shape = table.device, (2, staging_tokens, table.heads * table.head_size)
         with torch.inference_mode(False):  # compute writes to them, in whatever mode
             self._buffers = tuple(torch.empty(shape, dtype=table.dtype, device=device) for _ in range(2))

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
+from qcap import kernels
 from qcap.connectors.base import Connector, Group, Objects, Spans
 from qcap.connectors.formats import LayerFormat, rows_of
-from qcap.connectors.slots import BlockPlan, Plan, block_plan
+from qcap.connectors.slots import BlockPlan, block_plan, in_reach
 from qcap.connectors.streams import to_device
 from qcap.errors import ShapeError
 from qcap.kernels import PageTable
@@ -29,25 +32,49 @@ class LayerConnector(Connector):
     stream's order.
 
     The two plain steps beneath, for whole blocks and for a caller with streams and an order of its own: ``to_device`` and ``from_device``.
+    Several threads may call them. A caller with staging of its own too takes them apart: ``new_staging``, ``copy``, ``write``.
+
+    Args:
+        table: the pages.
+        staging_tokens: as for every connector, rounded up to whole blocks: for a buffer for loads and one for stores.
+        format, device_module: as for every connector.
+        store_staging: False makes no buffer for stores: for pages that are only loaded into.
     """
 
     layerwise = True
 
-    def __init__(self, table: PageTable, *, staging_tokens: int = 0, format: LayerFormat | None = None, device_module: Any = None) -> None:
+    def __init__(
+        self,
+        table: PageTable,
+        *,
+        staging_tokens: int = 0,
+        format: LayerFormat | None = None,
+        device_module: Any = None,
+        store_staging: bool = True,
+    ) -> None:
         super().__init__(table, staging_tokens=staging_tokens, format=format, device_module=device_module)
+        self.staging_tokens = -(-staging_tokens // table.block_size) * table.block_size
         self._held: deque[tuple[Any, Any]] = deque()
-        self._load_buffer, self._store_buffer = self._new_load_buffer(), self._new_buffer()
+        self._load_buffer = self._new_load_buffer()
+        self._store_buffer = self._new_buffer() if store_staging else None
+        self._load_lock, self._store_lock = threading.Lock(), threading.Lock()  # one thread in a staging buffer at a time
+        self._planes = [PageTable([[layer[p]] for layer in table.views]) for p in range(table.num_planes)]  # rows of one plane lie together
 
     def _new_load_buffer(self) -> torch.Tensor | None:
         return self._new_buffer()
 
     def _new_buffer(self) -> torch.Tensor | None:
+        return self.new_staging(self.staging_tokens) if self.use_gpu else None
+
+    def new_staging(self, tokens: int) -> torch.Tensor:
         """A staging buffer, flat, so that any number of tokens up to its size is one contiguous tensor of either format."""
-        if not self.use_gpu:
-            return None
-        elements = self.num_planes * self.staging_tokens * self.hidden
         with torch.inference_mode(False):
-            return torch.empty(elements, dtype=self.table.dtype, device=self.table.device)
+            return torch.empty(self.num_planes * tokens * self.hidden, dtype=self.dtype, device=self.table.device)
+
+    @property
+    def staging(self) -> tuple[torch.Tensor, ...]:
+        """The buffers on the device: those of loads and of stores, as far as there are any."""
+        return tuple(buffer for buffer in (self._load_buffer, self._store_buffer) if buffer is not None)
 
     @property
     def load_stream(self) -> Any:
@@ -118,11 +145,27 @@ class LayerConnector(Connector):
 
         The copy is queued on the current stream.
         """
-        return to_device(torch.tensor(list(block_ids), dtype=torch.int64), self.table.device)
+        return to_device(torch.from_numpy(np.array(block_ids, dtype=np.int64)), self.table.device)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue ``target.copy_(source)`` on the current stream; both contiguous, on the host (page-locked for a GPU) or the device."""
+        target.copy_(source, non_blocking=True)
+
+    @torch.inference_mode()  # pages made in inference mode cannot be written outside of it; others can be inside
+    def write(self, layer: int, staged: torch.Tensor, blocks: torch.Tensor) -> None:
+        """Queue rows ``[planes, T, H]``, contiguous on the device, into the pages of one layer, on the current stream."""
+        block_plan(blocks, self.table).write(self.table, layer, staged)
+
+    def warm_up(self) -> None:
+        """Compile what loads of whole blocks launch, so that no load waits for it. No page is touched; the work is queued as any other."""
+        rows = self.new_staging(self.block_size).view(self.num_planes, self.block_size, self.hidden)
+        ids = self.prepare([-1, -1])
+        for part in (ids[:1], ids[1:]):  # kernels are compiled for pointers that are multiples of 16 bytes, and for others
+            self.write(0, rows, part)
 
     @torch.inference_mode()
     def to_device(self, layer: int, source: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Queue rows of one layer into its pages, on the current stream.
+        """Queue rows of one layer into its pages, on the current stream: through staging, or straight from where they lie without.
 
         Args:
             layer: its index.
@@ -133,11 +176,14 @@ class LayerConnector(Connector):
             ShapeError: rows of another shape or dtype.
         """
         self._check_blocks(source, blocks.numel() * self.block_size)
-        for start, way, staged in self._parts(self._load_buffer, blocks):
-            rows = source[:, start : start + staged.shape[1]]
-            for plane, into in zip(rows, staged, strict=True):
-                into.copy_(plane, non_blocking=True)
-            way.write(self.table, layer, staged)
+        if self._load_buffer is None and in_reach(self.table, source):
+            for table, plane in zip(self._planes, source, strict=True):
+                kernels.scatter_pages(table, blocks, plane[None, None], layer)
+            return
+        with self._load_lock:
+            for start, part, staged in self._parts(self._load_buffer, blocks):
+                copy_planes(staged, source[:, start : start + staged.shape[1]])
+                block_plan(part, self.table).write(self.table, layer, staged)
 
     @torch.inference_mode()
     def from_device(self, layer: int, blocks: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
@@ -146,30 +192,39 @@ class LayerConnector(Connector):
         Raises:
             ShapeError: rows of another shape or dtype, or blocks that do not fill them.
         """
-        size = targets[0].shape[1] if targets else 0
+        if not targets:
+            return
+        size = targets[0].shape[1]
         for target in targets:
             self._check_blocks(target, size)
         if blocks.numel() * self.block_size != size * len(targets):
             raise ShapeError(f"{blocks.numel()} blocks of {self.block_size} tokens do not fill {len(targets)} chunks of {size}")
-        for start, way, staged in self._parts(self._store_buffer, blocks):
-            way.read(self.table, layer, staged)
-            end = start + staged.shape[1]
-            for index in range(start // size, -(-end // size)):
-                first, last = max(start, index * size), min(end, (index + 1) * size)
-                for plane, into in zip(staged, targets[index], strict=True):
-                    into[first - index * size : last - index * size].copy_(plane[first - start : last - start], non_blocking=True)
+        if self._store_buffer is None and all(in_reach(self.table, target) for target in targets):
+            per_chunk = size // self.block_size
+            for index, target in enumerate(targets):
+                part = blocks[index * per_chunk : (index + 1) * per_chunk]
+                for table, plane in zip(self._planes, target, strict=True):
+                    kernels.gather_pages(table, part, plane[None, None], layer)
+            return
+        with self._store_lock:
+            for start, part, staged in self._parts(self._store_buffer, blocks):
+                block_plan(part, self.table).read(self.table, layer, staged)
+                end = start + staged.shape[1]
+                for index in range(start // size, -(-end // size)):
+                    first, last = max(start, index * size), min(end, (index + 1) * size)
+                    copy_planes(targets[index][:, first - index * size : last - index * size], staged[:, first - start : last - start])
 
-    def _parts(self, buffer: torch.Tensor | None, blocks: torch.Tensor) -> Iterator[tuple[int, Plan, torch.Tensor]]:
-        """(first token, way to the pages, ``[planes, t, H]`` on the device), as many blocks at a time as the staging buffer takes."""
+    def _parts(self, buffer: torch.Tensor | None, blocks: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """(first token, block ids, ``[planes, t, H]`` on the device), as many blocks at a time as the staging buffer takes."""
         n = self.block_size
-        at_once = self.staging_tokens // n or max(blocks.numel(), 1)
+        at_once = max(blocks.numel(), 1) if buffer is None else self.staging_tokens // n
         for first in range(0, blocks.numel(), at_once):
             part = blocks[first : first + at_once]
             shape = (self.num_planes, part.numel() * n, self.hidden)
-            if buffer is None or self.staging_tokens < n:
-                yield first * n, block_plan(part, self.table), torch.empty(shape, dtype=self.dtype, device=self.table.device)
+            if buffer is None:
+                yield first * n, part, torch.empty(shape, dtype=self.dtype, device=self.table.device)
             else:
-                yield first * n, block_plan(part, self.table), buffer[: math.prod(shape)].view(shape)
+                yield first * n, part, buffer[: math.prod(shape)].view(shape)
 
     def _check_blocks(self, rows: torch.Tensor, tokens: int) -> None:
         wanted = (self.num_planes, tokens, self.hidden)
@@ -287,6 +342,15 @@ class LayerConnector(Connector):
     def _let_go(self) -> None:
         while self._held and self._held[0][0].query():
             self._held.popleft()
+
+
+def copy_planes(target: torch.Tensor, source: torch.Tensor) -> None:
+    """``target.copy_(source)`` as plain memory copies: one, or one a plane. A strided copy to the host would make the host wait."""
+    if target.is_contiguous() and source.is_contiguous():
+        target.copy_(source, non_blocking=True)
+        return
+    for into, plane in zip(target, source, strict=True):
+        into.copy_(plane, non_blocking=True)
 
 
 def _sync(sync: bool | None) -> bool:

@@ -29,6 +29,11 @@ def _by_head(table: PageTable, rows: torch.Tensor) -> torch.Tensor:
     return rows.view(*rows.shape[:-1], table.heads, table.head_size)
 
 
+def in_reach(table: PageTable, rows: torch.Tensor) -> bool:
+    """Whether the kernels can reach ``rows`` where they lie."""
+    return table.device.type in _KERNEL_DEVICES and (rows.device == table.device or rows.is_pinned())
+
+
 @dataclass(frozen=True, eq=False)
 class BlockPlan:
     """Whole blocks in order: ``block_ids`` int64 ``[T / N]`` on the pages' device."""
@@ -37,7 +42,7 @@ class BlockPlan:
 
     def takes(self, table: PageTable, rows: torch.Tensor) -> bool:
         """Whether the kernels can use ``rows`` where they lie."""
-        return table.device.type in _KERNEL_DEVICES and rows.is_contiguous() and (rows.device == table.device or rows.is_pinned())
+        return rows.is_contiguous() and in_reach(table, rows)
 
     def write(self, table: PageTable, layer: int, rows: torch.Tensor) -> None:
         """Copy ``rows`` into the blocks of ``layer``."""

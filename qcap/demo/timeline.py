@@ -20,11 +20,12 @@ from typing import Any
 import torch
 
 from qcap.capture.staging import HostArena
+from qcap.connectors import PagedConnector
 from qcap.errors import ConfigError, QcapError, Unsupported
 from qcap.geometry import Geometry, Rope
 from qcap.kernels import PageTable
 from qcap.kinds import CacheKind
-from qcap.layerwise import LayerFetch, LayerwiseLoad, LayerwiseStore, LoadGear, MemoryLayers, PagedLayerConnector, Span, streams_for
+from qcap.layerwise import LayerFetch, LayerwiseLoad, LayerwiseStore, LoadGear, MemoryLayers, Span, streams_for
 from qcap.tokens import ChunkedTokenDatabase, ChunkRecord
 
 ROWS = ("compute", "load", "store")
@@ -207,11 +208,11 @@ class _SlowFetch:
         self._marks.put("read", layer, begun, self._marks.clock.host())
 
 
-class _MarkedConnector(PagedLayerConnector):
+class _MarkedConnector(PagedConnector):
     """Says when each layer's copies began and ended on their stream."""
 
     def __init__(self, table: PageTable, staging_tokens: int, marks: _Marks) -> None:
-        super().__init__(table, staging_tokens)
+        super().__init__(table, staging_tokens=staging_tokens)
         self._marks = marks
 
     def to_device(self, layer: int, source: torch.Tensor, blocks: torch.Tensor) -> None:

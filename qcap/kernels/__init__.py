@@ -73,7 +73,8 @@ def slot_attribution(
     """Where each row of a step goes in the ring; -1 for a row that is not wanted. See :mod:`qcap.kernels.slot_attribution`."""
     if slot_mapping.is_cuda:
         # No change of device: qcap.kernels.launch does that where it is needed.
-        _launcher("slot_attribution", "slot_attribution")(slot_mapping, plan, block_size, ring_slots, stamps, counts)
+        launcher = _launchers.get("slot_attribution") or _launcher("slot_attribution", "slot_attribution")
+        launcher(slot_mapping, plan, block_size, ring_slots, stamps, counts)
         return
     checks.slot_attribution(slot_mapping, plan, block_size, ring_slots, stamps, counts)
     reference.slot_attribution(slot_mapping, plan, block_size, ring_slots, stamps, counts)
@@ -82,7 +83,8 @@ def slot_attribution(
 def row_scatter(rows: torch.Tensor, ring_slots: torch.Tensor, ring: torch.Tensor) -> None:
     """Write rows to their ring slots, dropping negative and out-of-range ones. See :mod:`qcap.kernels.row_scatter`."""
     if rows.is_cuda:
-        _launcher("row_scatter", "row_scatter")(rows, ring_slots, ring)  # likewise
+        launcher = _launchers.get("row_scatter") or _launcher("row_scatter", "row_scatter")
+        launcher(rows, ring_slots, ring)  # likewise
         return
     checks.row_scatter(rows, ring_slots, ring)
     reference.row_scatter(rows, ring_slots, ring)

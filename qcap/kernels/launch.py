@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction
 
 _REMEMBERED = 4096  # exact calls; their keys are made anew after that many
 _runtime = knobs.runtime
+_current_device = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)  # without a look at whether CUDA has been initialised
 _RUN = (  # how Triton's JITFunction.run launches; Launch does the same
     "kernel.run(grid_0,grid_1,grid_2,stream,kernel.function,kernel.packed_metadata,launch_metadata,"
     "knobs.runtime.launch_enter_hook,knobs.runtime.launch_exit_hook,*bound_args.values())"
@@ -104,17 +105,22 @@ class Launch:
     ) -> None:
         """Launch on the tensors' device and its current stream."""
         device = tensors[0].get_device()
-        if device >= 0 and device != torch.cuda.current_device():
+        if device >= 0 and device != _current_device():
             with torch.cuda.device(device):  # Triton launches on the current device, whatever the tensors' device is
                 return self(grid, tensors, dtypes, numbers, constants, num_warps)
         if not self._direct:
             self._ordinary(grid, tensors, dtypes, numbers, constants, num_warps)
             return
-        addresses, low = [], 1
-        for tensor in tensors:
-            address = tensor.data_ptr()
-            addresses.append(address)
-            low = low * 16 + address % 16
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        low = 0
+        for address in addresses:
+            low |= address
+        if low % 16:
+            low = 1  # and each address's own, which only few calls need
+            for address in addresses:
+                low = low * 16 + address % 16
+        else:
+            low = 0
         exact = (device, low, numbers, constants, dtypes, num_warps)
         bound = self._exact.get(exact)
         if bound is None:

@@ -59,7 +59,9 @@ def block_width(width: int) -> int:
 def row_scatter(rows: torch.Tensor, ring_slots: torch.Tensor, ring: torch.Tensor) -> None:
     """Write ``rows[i]`` to ``ring[ring_slots[i]]``, dropping slots out of range. The module's docstring is the contract."""
     checks.row_scatter(rows, ring_slots, ring)
-    (num_rows, width), num_slots = rows.shape, ring.shape[0]
+    num_rows, width = rows.shape
+    stride_row, stride_col = rows.stride()
+    num_slots, stride_slot = ring.shape[0], ring.stride()[0]
     if num_rows == 0 or width == 0 or num_slots == 0:
         return
     seen, kept = rows.dtype, ring.dtype
@@ -67,5 +69,5 @@ def row_scatter(rows: torch.Tensor, ring_slots: torch.Tensor, ring: torch.Tensor
         seen = kept = _BITS[seen.itemsize]  # a copy needs no float type, which matters for float8 on older devices and for NaNs
     block = block_width(width)
     grid = (num_rows, (width + block - 1) // block, 1)
-    numbers = (num_slots, *rows.stride(), ring.stride()[0])
+    numbers = (num_slots, stride_row, stride_col, stride_slot)
     _launch(grid, (rows, ring_slots, ring), (seen, torch.int64, kept), numbers, (width, block), _WARPS)

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 
 from qcap.errors import QcapError, StoreError
-from qcap.store.tiers import Backend, LayerReader
+from qcap.store.tiers import Backend, LayerReader, Resting
 from qcap.tokens import ChunkKey, ChunkRecord
 
 
@@ -126,6 +126,10 @@ class LazyReader:
     def read(self, layer: int, out: torch.Tensor | None = None) -> torch.Tensor:
         """See :class:`~qcap.store.tiers.LayerReader`. Raises :class:`LayerMissing` too."""
         return self._open().read(layer, out)
+
+    def rest(self) -> Resting | None:
+        """See :class:`~qcap.store.tiers.LayerReader`. Raises :class:`LayerMissing` too."""
+        return self._open().rest()
 
     def _open(self) -> LayerReader:
         with self._lock:

@@ -97,7 +97,7 @@ class StoreEngine:
         if key in self._known:
             return True
         found = self._reach(lambda: self._tier.exists(key))
-        if found and not self._tier.bucket.cheap_exists:
+        if found and not self._tier.cheap_exists:
             self._known.add(key)
         return found
 
@@ -109,7 +109,7 @@ class StoreEngine:
     @property
     def cheap_contains(self) -> bool:
         """Whether :meth:`contains` costs no round trip, so that an engine's step may ask."""
-        return self._tier.bucket.cheap_exists
+        return self._tier.cheap_exists
 
     def has_room(self, nbytes: int) -> bool:
         """Whether ``nbytes`` more would be taken at once, neither refused nor held."""
@@ -186,7 +186,7 @@ class StoreEngine:
                 published = prepared is not None and prepared.publish(overwrite=overwrite)
             outcome = StoreOutcome.STORED if published else StoreOutcome.EXISTS
             self._corrupt.discard(key)
-            if not self._tier.bucket.cheap_exists:
+            if not self._tier.cheap_exists:
                 self._known.add(key)
             if published and prepared is not None:
                 self._count_stored(job, record, prepared.nbytes)

@@ -111,6 +111,7 @@ class _Shelf:
         self.lock = threading.RLock()
         self.chunks: dict[str, _Chunk] = {}
         self.paths: dict[ChunkKey, str] = {}  # of chunks that were put here; looked up first, because a path takes a hash to make
+        self.written_out = False  # whether any became a file
 
 
 _shelves: dict[str, _Shelf] = {}
@@ -131,6 +132,11 @@ class MemoryTier(ObjectTier):
         super().__init__(self._bucket, f"memory://{name}")
 
     @property
+    def cheap_exists(self) -> bool:
+        """Nothing is asked outside of this process."""
+        return True
+
+    @property
     def writers(self) -> int:
         """Threads that a store should write with: what they do takes little time, most of it with the interpreter's lock."""
         return min(2, os.cpu_count() or 1)
@@ -139,6 +145,10 @@ class MemoryTier(ObjectTier):
         """Whether a chunk is published under ``key``."""
         if self._shelf.paths.get(key) in self._shelf.chunks:
             return True
+        if not self._shelf.written_out:
+            with self._shelf.lock:  # while one is written out
+                if not self._shelf.written_out:
+                    return key in self._shelf.paths
         path = object_path(key)
         if path in self._shelf.chunks or self._bucket.exists(path):
             return True
@@ -242,6 +252,7 @@ class MemoryTier(ObjectTier):
                 chunk = self._shelf.chunks.get(path)
                 if chunk is None:
                     continue
+                self._shelf.written_out = True
                 with chunk.borrow() as tensor:
                     self._bucket.stage(chunkfile.encode(chunk.record, tensor).buffers()).publish(path, overwrite=True)
                 del self._shelf.chunks[path]

@@ -99,6 +99,11 @@ class ObjectTier:
         self.url = url
 
     @property
+    def cheap_exists(self) -> bool:
+        """Whether :meth:`exists` costs no round trip."""
+        return self.bucket.cheap_exists
+
+    @property
     def writers(self) -> int:
         """Threads that a store should write with."""
         return min(4, os.cpu_count() or 1)

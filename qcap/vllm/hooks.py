@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -59,15 +60,20 @@ def engine_ropes() -> list[Any]:
     return list(getattr(rotary_embedding, "_ROPE_DICT", {}).values())
 
 
+_forward_context: Any = None  # vLLM's module of that name, once it was asked: an import statement a layer has its price
+
+
 def slot_mapping_of(layer_name: str, attn_metadata: Any) -> torch.Tensor | None:
     """The KV slot of each row in the running forward pass, or None where there is none (profiling, a micro-batched pass)."""
-    from vllm.forward_context import get_forward_context, is_forward_context_available
-
-    if is_forward_context_available():
-        mapping = getattr(get_forward_context(), "slot_mapping", None)
+    global _forward_context
+    context = _forward_context
+    if context is None:
+        context = _forward_context = import_module("vllm.forward_context")
+    if context.is_forward_context_available():
+        mapping = getattr(context.get_forward_context(), "slot_mapping", None)
         if isinstance(mapping, list):
             return None  # micro-batches run on two threads; their rows are not attributed
-        if isinstance(mapping, Mapping) and layer_name in mapping:
+        if isinstance(mapping, (dict, Mapping)) and layer_name in mapping:
             found = mapping[layer_name]
             return found if isinstance(found, torch.Tensor) else None
     if isinstance(attn_metadata, Mapping):

@@ -15,6 +15,7 @@ import torch
 
 from qcap.attribution import LoadRequest
 from qcap.capture.staging import HostArena
+from qcap.connectors import LayerConnector, build
 from qcap.errors import ObjectCorrupt, QcapError, Unsupported
 from qcap.geometry import Geometry
 from qcap.kernels import PageTable
@@ -25,19 +26,23 @@ from qcap.layerwise import (
     LazyReader,
     LoadBatch,
     LoadGear,
-    PagedLayerConnector,
     ReaderFetch,
+    RestingPipe,
+    RestingSpan,
     Span,
     Streams,
     streams_for,
 )
-from qcap.store.tiers import Backend
-from qcap.tokens import ChunkRecord, chunk_key
+from qcap.store.tiers import Backend, LayerReader, Resting
+from qcap.tokens import ChunkRecord, chunk_key, positions_between
 
 POOL_BYTES = 1 << 30
 """Most host memory for layers on their way in."""
 STAGING_BYTES = 16 << 20
-"""Size of the device buffer that a layer's rows pass through."""
+"""Size of the device buffer that a fetched layer's rows pass through."""
+RESTING_BYTES = 32 << 20
+"""Size of each of the two device buffers that rows pass through which lie in this process's memory."""
+RESTING_BYTES_CPU = 1 << 20
 READERS = 16
 """Chunks that are read at once."""
 
@@ -59,12 +64,13 @@ def check_record(record: ChunkRecord, geometry: Geometry, token_ids: Sequence[in
     Raises:
         GeometryMismatch, ObjectCorrupt, Unsupported: it is of another engine, of other tokens, or at other positions.
     """
-    geometry.check_same(record.geometry, "the stored chunk")
+    if record.geometry != geometry:  # cheaper than a list of what differs, which is to be empty
+        geometry.check_same(record.geometry, "the stored chunk")
     if record.kind is not CacheKind.KV or record.token_ids != tuple(token_ids):
         raise ObjectCorrupt(f"the object under this key holds other tokens ({record.kind.value} from {record.start})")
     if record.start != start:
         raise ObjectCorrupt(f"the object under this key starts at token {record.start}, not {start}")
-    if record.positions != tuple(range(start, start + len(token_ids))):
+    if record.positions != positions_between(start, start + len(token_ids)):
         raise Unsupported("its keys keep the positions they had before tokens were dropped; an engine needs them renumbered")
 
 
@@ -95,11 +101,13 @@ def first_to_check(load: LoadRequest, chunk_size: int) -> int:
 
 @dataclass(frozen=True)
 class LoadOutcome:
-    """What became of a load: ``problem`` is why its blocks hold garbage, None if they do not."""
+    """What became of a load: ``problem`` is why its blocks hold garbage, None if they do not. ``resting``: it was made from where its
+    chunks lie in memory."""
 
     load: LoadRequest
     problem: Exception | None
     layerwise: bool
+    resting: bool = False
 
 
 class LayerLoads:
@@ -108,8 +116,9 @@ class LayerLoads:
     All are called on the engine's thread and none raises. Before the first page is written every chunk of a load is known to be there and
     to be the right one, on all ranks. What fails later is told by :meth:`end`, on all ranks alike, and leaves other loads alone.
 
-    Host memory is lent to each load when it begins, one or two layers of it, and comes back when it ends: no load waits for another, or
-    for what is being captured. A load for which there is none is loaded whole, at once.
+    A load whose chunks all lie in page-locked memory of this process is copied from there (:class:`~qcap.layerwise.RestingPipe`), together
+    with all such loads of the step. For any other, host memory is lent when it begins, one or two layers of it, and comes back when it
+    ends: no load waits for another, or for what is being captured. A load for which there is none is loaded whole, at once.
 
     Args:
         geometry: of this rank.
@@ -120,6 +129,8 @@ class LayerLoads:
         lowest: over all tensor-parallel ranks, the least of each value. Each rank calls it as often.
         whole: loads a request at once; raises what went wrong.
         streams: of the device; for tests.
+        resting_bytes: of each of the two device buffers for chunks in memory; None takes :data:`RESTING_BYTES`, less on the CPU and where
+            the pages are fewer.
     """
 
     def __init__(
@@ -133,17 +144,32 @@ class LayerLoads:
         lowest: Callable[[list[int]], list[int]],
         whole: Callable[[LoadRequest], None],
         streams: Streams | None = None,
+        resting_bytes: int | None = None,
     ) -> None:
         self._geometry, self._backend, self._lowest, self._whole = geometry, backend, lowest, whole
         cuda = device.type == "cuda"
         row = CacheKind.KV.planes * geometry.hidden(CacheKind.KV) * geometry.torch_dtype.itemsize
         self._layer_row = row
-        connector = PagedLayerConnector(table, max(STAGING_BYTES // row, geometry.block_size) if cuda else 0)
-        self.device_bytes = sum(buffer.nbytes for buffer in connector.staging)
+        streams = streams or streams_for(device)
+        connector = build(
+            table,
+            engine="vllm",
+            device=device.type,
+            layerwise=True,
+            staging_tokens=max(STAGING_BYTES // row, geometry.block_size) if cuda else 0,
+            store_staging=False,
+        )
+        assert isinstance(connector, LayerConnector)
+        if cuda:
+            connector.warm_up()
+        if resting_bytes is None:
+            resting_bytes = min(RESTING_BYTES if cuda else RESTING_BYTES_CPU, table.num_blocks * geometry.block_size * row)
+        self._pipe = RestingPipe(streams, connector, staging_tokens=resting_bytes // row)
+        self.device_bytes = sum(buffer.nbytes for buffer in connector.staging) + self._pipe.nbytes
         self.arena = HostArena(host_bytes, pinned=cuda, waits=False)
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="qcap-read")
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="qcap-load") if cuda else None
-        self._gear = LoadGear(streams or streams_for(device), connector, self.arena, self._loader)
+        self._gear = LoadGear(streams, connector, self.arena, self._loader)
         self._entries: list[_Entry] = []
         self._next = 0
         self.unseen = False
@@ -155,8 +181,9 @@ class LayerLoads:
         return bool(self._entries)
 
     def begin(self, loads: Sequence[LoadRequest]) -> None:
-        """Check all chunks of all loads by their headers, then start fetching layer 0 of each."""
+        """Check all chunks of all loads by their headers, then start fetching layer 0 of each, or copying it from where it lies."""
         self._next = 0
+        self._pipe.end()
         self._entries = [_Entry(load) for load in loads]
         for entry in self._entries:
             entry.attempt(self._open)
@@ -175,12 +202,13 @@ class LayerLoads:
         """
         while self._entries and self._next <= index:
             layer, self._next = self._next, self._next + 1
-            for entry in self._entries:
-                if entry.job is not None:
-                    try:
+            try:
+                self._pipe.layer(layer)
+                for entry in self._entries:
+                    if entry.job is not None:
                         entry.job.layer(layer)
-                    except Exception as error:  # a failed load raises nothing; this is a mistake of ours, and the last load waits for all
-                        self._fail_all(error)
+            except Exception as error:  # a failed load raises nothing; this is a mistake of ours, and the last load waits for all
+                self._fail_all(error)
 
     def end(self, *, lost: bool = False) -> list[LoadOutcome]:
         """The forward pass has been queued: what became of the loads. Nothing if they were ended before.
@@ -191,13 +219,16 @@ class LayerLoads:
         if not entries:
             return []
         layers = self._geometry.num_layers
-        unseen = self._next < layers and any(entry.job is not None for entry in entries)
+        unseen = self._next < layers and any(entry.layerwise for entry in entries)
         self.unseen = self.unseen or (unseen and not lost)
+        self._pipe.end()
         for entry in entries:
+            if entry.layerwise and unseen:
+                entry.problem = entry.problem or QcapError(f"the engine did not ask for layers {self._next}..{layers - 1}")
+            if entry.resting:
+                entry.problem = entry.problem or self._pipe.failure
             if entry.job is not None:
-                if unseen:
-                    entry.problem = entry.problem or QcapError(f"the engine did not ask for layers {self._next}..{layers - 1}")
-                else:
+                if not unseen:
                     entry.attempt(lambda entry: entry.job.finish())  # type: ignore[union-attr]
                 entry.problem = entry.problem or entry.job.failure
             entry.give_up()
@@ -208,13 +239,18 @@ class LayerLoads:
             logger.error("the ranks cannot be asked about their loads: %s", error)
         other = QcapError("another rank could not load these chunks")
         return [
-            LoadOutcome(entry.load, entry.problem if entry.problem is not None or ok else other, entry.job is not None)
+            LoadOutcome(entry.load, entry.problem if entry.problem is not None or ok else other, entry.layerwise, entry.resting)
             for entry, ok in zip(entries, good, strict=True)
         ]
 
+    def poll(self) -> bool:
+        """Give memory back that chunks were loaded from, where the copies are over; whether some are not. Any thread."""
+        return self._pipe.poll()
+
     def close(self) -> None:
-        """Give up what is under way, and wait for the threads. Twice is fine."""
+        """Give up what is under way, and wait for the threads, and for copies out of memory that is not ours. Twice is fine."""
         entries, self._entries = self._entries, []
+        self._pipe.close()
         for entry in entries:
             entry.give_up()
         self._readers.shutdown(cancel_futures=True)
@@ -225,22 +261,34 @@ class LayerLoads:
     # -- before the first page is written
 
     def _open(self, entry: _Entry) -> None:
-        """Start reading the headers of a load's chunks."""
-        geometry, load = self._geometry, entry.load
-        size, first = geometry.chunk_size, load.start // geometry.chunk_size
-        for index in range(first_to_check(load, size), -(-load.end // size)):
+        """Start reading the headers of a load's chunks; where that costs no round trip, read them."""
+        geometry, backend, load = self._geometry, self._backend, entry.load
+        size, inline = geometry.chunk_size, backend.cheap_contains
+        for start in range(first_to_check(load, size) * size, load.end, size):
+            wanted = start + size > load.start  # else it is the one before, which may be missing
+            key = chunk_key(CacheKind.KV, geometry, load.digests[start // size], load.salt)
 
-            def check(record: ChunkRecord, index: int = index) -> None:
-                check_record(record, geometry, load.token_ids[index * size : (index + 1) * size], index * size)
+            def check(record: ChunkRecord, start: int = start) -> None:
+                check_record(record, geometry, load.token_ids[start : start + size], start)
 
-            reader = LazyReader(self._backend, chunk_key(CacheKind.KV, geometry, load.digests[index], load.salt), check)
-            entry.headers.append(self._readers.submit(_header, reader, index < first))
-            if index >= first:
-                entry.readers.append(reader)
+            if inline:
+                found = backend.open_layers(key)
+                if found is not None:
+                    check(found.record)
+                    entry.records.append(found.record)
+                    if wanted:
+                        entry.readers.append(found)
+                elif wanted:
+                    raise LayerMissing(f"{key} is no longer in the store")
+            else:
+                reader = LazyReader(backend, key, check)
+                entry.headers.append(self._readers.submit(_header, reader, not wanted))
+                if wanted:
+                    entry.readers.append(reader)
 
     def _check(self, entry: _Entry) -> None:
         if entry.problem is None:
-            entry.records = [record for header in entry.headers if (record := header.result()) is not None]
+            entry.records += [record for header in entry.headers if (record := header.result()) is not None]
             check_edits(entry.records)
 
     def _agree(self) -> None:
@@ -261,6 +309,22 @@ class LayerLoads:
     # -- pages
 
     def _start(self, entries: list[_Entry]) -> None:
+        self._start_resting(entries)
+        self._start_others([entry for entry in entries if not entry.resting and entry.problem is None])
+
+    def _start_resting(self, entries: list[_Entry]) -> None:
+        n, size = self._geometry.block_size, self._geometry.chunk_size
+        spans: list[RestingSpan] = []
+        for entry in entries:
+            entry.attempt(_rest)
+            if entry.chunks:
+                load = entry.load
+                spans.append(RestingSpan(entry.chunks, load.start % size, load.block_ids[load.start // n : load.end // n]))
+                entry.chunks, entry.resting = [], True
+        if spans:
+            self._pipe.begin(spans)
+
+    def _start_others(self, entries: list[_Entry]) -> None:
         n, size = self._geometry.block_size, self._geometry.chunk_size
         spans = [Span(entry.load.end, entry.load.start, entry.load.end, size) for entry in entries]
         needed = sum(span.chunks * size * self._layer_row for span in spans)
@@ -296,6 +360,7 @@ class LayerLoads:
         return None if block is None else LentLayers(self.arena, block)
 
     def _fail_all(self, error: Exception) -> None:
+        self._pipe.end()
         for entry in self._entries:
             entry.problem = entry.problem or error
             if entry.job is not None:
@@ -361,10 +426,16 @@ class _Entry:
         self.load = load
         self.problem: Exception | None = None
         self.headers: list[Future[ChunkRecord | None]] = []
-        self.readers: list[LazyReader] = []
+        self.readers: list[LayerReader] = []
         self.records: list[ChunkRecord] = []
+        self.chunks: list[Resting] = []
+        self.resting = False
         self.slots: LentLayers | None = None
         self.job: LayerwiseLoad | None = None
+
+    @property
+    def layerwise(self) -> bool:
+        return self.resting or self.job is not None
 
     def attempt(self, step: Callable[[_Entry], object]) -> None:
         try:
@@ -378,6 +449,21 @@ class _Entry:
             self.job.close()
         if self.slots is not None:
             self.slots.release()
+
+
+def _rest(entry: _Entry) -> None:
+    """Find the chunks of a load in memory; nothing is held unless all of them are there."""
+    found: list[Resting] = []
+    try:
+        for reader in entry.readers:
+            chunk = reader.rest()
+            if chunk is None:
+                return
+            found.append(chunk)
+        entry.chunks, found = found, []
+    finally:
+        for chunk in found:
+            chunk.lease.release()
 
 
 def _header(reader: LazyReader, may_be_missing: bool) -> ChunkRecord | None:

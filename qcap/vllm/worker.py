@@ -25,6 +25,7 @@ from qcap.rope import rope_from_hf_config
 from qcap.store.metrics import RateLimitedLog
 from qcap.store.tiers import Backend, LoadedChunk
 from qcap.tokens import chunk_key
+from qcap.vllm.branch import Branch
 from qcap.vllm.hooks import QueryHooks, attention_layers, engine_ropes, refusal, slot_mapping_of, why_layers_pass_unseen
 from qcap.vllm.layouts import CacheGroup, certify
 from qcap.vllm.loading import LayerLoads, check_edits, check_record, edits_digest, first_to_check, pool_bytes
@@ -32,6 +33,10 @@ from qcap.vllm.loading import LayerLoads, check_edits, check_record, edits_diges
 DEFAULT_RING_BYTES = 512 << 20
 SMALL_STEP_ROWS = 512
 """Without graphs: a step of at most so many rows (fewer, if they would take half the ring) leaves in one copy, not layer by layer."""
+
+BRANCH_ROWS = 2048
+"""A step of at least so many rows has its queries put away beside the attention; for a smaller one that would cost the host more time than
+it saves the device."""
 
 logger = logging.getLogger("qcap.vllm")
 often = RateLimitedLog(logger)
@@ -71,7 +76,7 @@ class WorkerSide:
         self._failed_blocks: set[int] = set()
         self._step: Step | None = None
         self._always_launch = False
-        self._side: torch.cuda.Stream | None = None  # recorded graphs scatter queries on it
+        self._branch: Branch | None = None  # recorded graphs and large steps put queries away on it
         self.layout = ""  # of the pages, by its certified name
 
     # ---- start --------------------------------------------------------------------------------------------------------------------
@@ -83,7 +88,7 @@ class WorkerSide:
         Raises:
             GeometryMismatch: the store holds another model's geometry under this name (only with ``on_pressure="wait"``).
         """
-        if self._query is not None and self._side is not None:
+        if self._query is not None and self._branch is not None:
             _recorded.append(self._query.graph_buffers)
         self.close()  # registered before, with other pages: nothing of that may stay
         layers = attention_layers(self._vllm_config)
@@ -98,7 +103,7 @@ class WorkerSide:
         stager = PageStager(device, arena, slot_bytes=max(SLOT_BYTES, *(geometry.chunk_bytes(k) // geometry.num_layers for k in CacheKind)))
         self._arena, self._layer_index = arena, {name: index for index, name in enumerate(names)}
         self._always_launch = device.type == "cuda"
-        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._branch = Branch(torch.cuda.Stream(device)) if device.type == "cuda" else None
         features: list[Feature] = []
         if self._config.query:
             self._query = self._query_feature(geometry, layers, names, device, stager)
@@ -123,7 +128,7 @@ class WorkerSide:
                 if wanted and got is None
             },
         )
-        self._layer_loads = self._make_layer_loads(geometry, backend, device)
+        self._layer_loads = self._make_layer_loads(geometry, backend, device, arena)
         if features:  # every rank checks; the manifest is rank 0's, and writing it again changes nothing
             try:
                 backend.put_manifest(geometry.for_rank(0), [f.kind for f in features], self._engine_info(kv_caches))
@@ -229,7 +234,7 @@ class WorkerSide:
         wanted = chunks * sum(geometry.chunk_bytes(kind) for kind in kinds)
         return self._config.host_bytes or min(max(wanted, 256 << 20), 8 << 30, max(_available_bytes() // 4, 256 << 20))
 
-    def _make_layer_loads(self, geometry: Geometry, backend: Backend, device: torch.device) -> LayerLoads | None:
+    def _make_layer_loads(self, geometry: Geometry, backend: Backend, device: torch.device, arena: HostArena) -> LayerLoads | None:
         """The pipeline of ``qcap.layerwise``; None if it is not wanted, or cannot be: loads are then whole before the forward pass."""
         if not self._config.layerwise or self._config.load == "off" or self._pages is None:
             return None
@@ -244,9 +249,11 @@ class WorkerSide:
             max_len=self._vllm_config.model_config.max_model_len,
             available=_available_bytes(),
         )
-        return LayerLoads(
+        loads = LayerLoads(
             geometry, backend, self._pages.table, device=device, host_bytes=host_bytes, lowest=self._lowest, whole=self._load_whole
         )
+        arena.watch(loads.poll)  # chunks are loaded from where they lie in it
+        return loads
 
     def _query_feature(
         self, geometry: Geometry, layers: Mapping[str, Any], names: list[str], device: torch.device, stager: PageStager
@@ -476,9 +483,9 @@ class WorkerSide:
 
     def _on_query(self, layer: int, name: str, query: torch.Tensor, attn_metadata: Any) -> Callable[[], None] | None:
         feature, capture = self._query, self.capture
-        if feature is None or capture is None or feature not in capture.features or not (feature.active or self._always_launch):
+        if feature is None or capture is None or not (feature.active or self._always_launch) or feature not in capture.features:
             return None
-        with capture.guard(f"capturing queries in {name}", feature):
+        try:
             slots = slot_mapping_of(name, attn_metadata)
             if slots is None:
                 if feature.active and layer == 0:
@@ -487,33 +494,29 @@ class WorkerSide:
                 return None
             if query.dtype != feature.dtype:
                 raise Unsupported(f"{name}: queries are {query.dtype}, the ring is {feature.dtype}: quantised queries are not stored yet")
-            if self._side is not None and torch.cuda.is_current_stream_capturing():
-                return self._on_a_branch(feature, layer, query, slots)
+            branch = self._branch
+            if branch is not None and ((feature.active and query.shape[0] >= BRANCH_ROWS) or torch.cuda.is_current_stream_capturing()):
+                # Beside the attention, which reads the same queries, not before it. The join comes after the attention, and so before
+                # anything can be given the queries' memory.
+                return branch.run(feature.on_layer, layer, query, slots)
             feature.on_layer(layer, query, slots)
+        except Exception:
+            with capture.guard(f"capturing queries in {name}", feature):  # not around it all: this is run for every layer
+                raise
         return None
-
-    def _on_a_branch(
-        self, feature: QueryFeature | StreamingQueryFeature, layer: int, query: torch.Tensor, slots: torch.Tensor
-    ) -> Callable[[], None]:
-        """While a graph is recorded: beside the attention, which reads the same queries, not before it. The join comes after the attention,
-        and so before anything can be given the queries' memory."""
-        main, side = torch.cuda.current_stream(), self._side
-        assert side is not None
-        side.wait_stream(main)
-        try:
-            with torch.cuda.stream(side):
-                feature.on_layer(layer, query, slots)
-        except BaseException:
-            main.wait_stream(side)  # a branch that is not joined would spoil the recording
-            raise
-        return lambda: main.wait_stream(side)
 
     def layer_done(self, name: str) -> None:
         """Layer ``name`` has been queued, by Python."""
-        capture, index = self.capture, self._layer_index.get(name)
-        if capture is not None and index is not None:
-            with capture.guard("moving a layer"):
+        capture = self.capture
+        if capture is None:
+            return
+        index = self._layer_index.get(name)
+        if index is not None:
+            try:
                 capture.layer_done(index)
+            except Exception:
+                with capture.guard("moving a layer"):
+                    raise
 
     def end(self) -> None:
         """The forward pass has been queued."""
@@ -531,8 +534,10 @@ class WorkerSide:
             self.settle()
 
     def settle(self) -> None:
-        """With nothing left to serve, and ``on_pressure="wait"``, the engine waits until all is in the store."""
+        """A step is over. With nothing left to serve, and ``on_pressure="wait"``, the engine waits until all is in the store."""
         capture = self.capture
+        if self._layer_loads is not None:
+            self._layer_loads.poll()
         if capture is not None and self._config.on_pressure == "wait" and capture.idle():
             with capture.guard("waiting for the store"):
                 capture.backend.drain()

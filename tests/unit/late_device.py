@@ -78,6 +78,11 @@ class LateDevice:
         self.current = LateStream(self)
         self.launches = 0
 
+        class Event(LateEvent):
+            device = self
+
+        self.Event = Event
+
     def launch(self, what: Any) -> None:
         """Queue ``what`` on the current stream."""
         self.launches += 1
@@ -108,13 +113,9 @@ class LateDevice:
     def install(self, monkeypatch: Any) -> None:
         """torch.cuda's streams and events, asynchronous copies and qcap's kernels are this device's from now on."""
         device = self
-
-        class Event(LateEvent):
-            pass
-
-        Event.device = device
-        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "Event", self.Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: device.current)
+        monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(device, "current", stream))
         monkeypatch.setattr(torch.cuda, "stream", device.stream)
         copy = torch.Tensor.copy_
 
@@ -132,7 +133,8 @@ class LateDevice:
     def own(self, feature: Any, stager: Any, slot_bytes: int) -> None:
         """Make a feature and a stager, built for the CPU, believe that their memory is this device's."""
         stager._cuda, stager._pack, stager.copy = True, LateStream(self), LateStream(self)
-        stager._slots, stager._slot_free, stager._turn = [torch.zeros(slot_bytes, dtype=torch.uint8) for _ in range(2)], [None, None], 0
+        stager._slots, stager._turn = [torch.zeros(slot_bytes, dtype=torch.uint8) for _ in range(2)], 0
+        stager._slot_events = [(self.Event(), self.Event()) for _ in range(2)]
         stager.send = lambda values: torch.as_tensor(values).clone()
         stager.send_to_pack = stager.send
         if feature is not None:

@@ -9,10 +9,11 @@ from contextlib import contextmanager
 
 import torch
 
+from qcap.connectors import PagedConnector
 from qcap.geometry import Geometry, Rope
 from qcap.kernels import PageTable
 from qcap.kinds import CacheKind
-from qcap.layerwise import LayerwiseEngine, LoadGear, MemoryLayers, PagedLayerConnector
+from qcap.layerwise import LayerwiseEngine, LoadGear, MemoryLayers
 
 N, CH, HEADS, D = 2, 4, 2, 3
 H = HEADS * D
@@ -38,14 +39,21 @@ def rows_of(table: PageTable, block_ids, layer: int) -> torch.Tensor:
     return torch.stack([view[ids].transpose(1, 2).reshape(-1, H) for view in table.views[layer]])
 
 
+class Mark:
+    def __init__(self, name: str) -> None:
+        self.name, self.done = name, False
+
+
 class SimEvent:
-    def __init__(self, streams: SimStreams, name: str) -> None:
-        self.streams, self.name, self.done = streams, name, False
+    """May be recorded again: who waits for it already waits for the mark that it stood for then."""
+
+    def __init__(self, streams: SimStreams) -> None:
+        self.streams, self.mark = streams, Mark("")
 
     def query(self) -> bool:
         if self.streams.busy_while_asked:
             self.streams.step()
-        return self.done
+        return self.mark.done
 
     def synchronize(self) -> None:
         raise AssertionError("the host must not wait for the device")
@@ -54,16 +62,16 @@ class SimEvent:
 class SimStreams:
     """Streams as queues. Work is done when :meth:`step` or :meth:`run` says, in a random order that waits and streams allow."""
 
-    load, store = "load", "store"
+    load, store, pages = "load", "store", "pages"
 
     def __init__(self, seed: int = 0) -> None:
         self.rng = random.Random(seed)
         self.trace: list[tuple[object, ...]] = []
-        self.queues: dict[str, deque[tuple[str, object]]] = {name: deque() for name in ("compute", "load", "store")}
+        self.queues: dict[str, deque[tuple[str, object]]] = {name: deque() for name in ("compute", "load", "store", "pages")}
         self.busy_while_asked = True
         self._here = threading.local()
         self._lock = threading.RLock()
-        self._events = 0
+        self.events_made = 0
 
     def compute(self) -> str:
         return "compute"
@@ -77,18 +85,19 @@ class SimStreams:
         finally:
             self._here.stream = before
 
-    def record(self, stream: str) -> SimEvent:
+    def record(self, stream: str, event: SimEvent | None = None) -> SimEvent:
         with self._lock:
-            self._events += 1
-            event = SimEvent(self, f"{stream}#{self._events}")
-            self.queues[stream].append(("record", event))
+            self.events_made += event is None
+            event = event or SimEvent(self)
+            event.mark = Mark(stream)
+            self.queues[stream].append(("record", event.mark))
             self.trace.append(("record", stream))
             return event
 
     def wait(self, stream: str, event: SimEvent) -> None:
         with self._lock:
-            self.queues[stream].append(("wait", event))
-            self.trace.append(("wait", stream, event.name.split("#")[0]))
+            self.queues[stream].append(("wait", event.mark))
+            self.trace.append(("wait", stream, event.mark.name))
 
     def synchronize(self) -> None:
         raise AssertionError("the host must not wait for the device")
@@ -115,26 +124,42 @@ class SimStreams:
         assert not any(self.queues.values()), "a stream waits for what never comes"
 
 
-class SimConnector(PagedLayerConnector):
+class SimConnector(PagedConnector):
     """Queues each layer's move on the current stream."""
 
     def __init__(self, table: PageTable, streams: SimStreams, staging_tokens: int = 0) -> None:
-        super().__init__(table, staging_tokens)
-        self.streams = streams
+        super().__init__(table, staging_tokens=staging_tokens)
+        self.sim = streams
 
     def prepare(self, block_ids):
         late = torch.full((len(block_ids),), -7)
-        self.streams.push(lambda: late.copy_(super(SimConnector, self).prepare(block_ids)))
+        self._push(lambda: late.copy_(super(SimConnector, self).prepare(block_ids)))
         return late
 
     def to_device(self, layer, source, blocks):
-        self._check(source, blocks.numel() * self.block_size)
-        self.streams.trace.append(("to_device", layer))
-        self.streams.push(lambda: super(SimConnector, self).to_device(layer, source, blocks))
+        self._check_blocks(source, blocks.numel() * self.block_size)
+        self.sim.trace.append(("to_device", layer))
+        self.sim.push(lambda: super(SimConnector, self).to_device(layer, source, blocks))
 
     def from_device(self, layer, blocks, targets):
-        self.streams.trace.append(("from_device", layer))
-        self.streams.push(lambda: super(SimConnector, self).from_device(layer, blocks, targets))
+        self.sim.trace.append(("from_device", layer))
+        self.sim.push(lambda: super(SimConnector, self).from_device(layer, blocks, targets))
+
+    def copy(self, target, source):
+        self.sim.trace.append(("copy", source.numel()))
+        self._push(lambda: super(SimConnector, self).copy(target, source))
+
+    def write(self, layer, staged, blocks):
+        self.sim.trace.append(("write", layer))
+
+        def late():
+            super(SimConnector, self).write(layer, staged, blocks)
+            staged.fill_(float("nan"))  # nobody needs it any more; a copy that came too early was in vain
+
+        self._push(late)
+
+    def _push(self, call):
+        self.sim.push(torch.inference_mode()(call))  # as an engine's step runs, whose tensors these are
 
 
 class Pool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import pytest
@@ -472,6 +473,66 @@ def test_pages_made_in_inference_mode():
     run_store(connector, back, spans, slots)
     assert all(torch.equal(a.tensor, b.tensor) for a, b in zip(itertools.chain(*made), itertools.chain(*back), strict=True))
     assert not connector._load_buffer.is_inference()
+
+
+@pytest.mark.parametrize("kernels", [True, False])
+def test_warming_up_touches_no_page(kernels, monkeypatch):
+    if not kernels:
+        monkeypatch.setattr("qcap.connectors.slots._KERNEL_DEVICES", ())
+    table, whole = pages()
+    before, written = [t.clone() for t in whole], []
+    connector = PagedConnector(table, staging_tokens=16)
+    real = connector.write
+    monkeypatch.setattr(connector, "write", lambda layer, rows, ids: (written.append(ids.tolist()), real(layer, rows, ids)))
+    connector.warm_up()
+    assert written == [[-1], [-1]] and all(torch.equal(a, b) for a, b in zip(whole, before, strict=True))
+
+
+def test_staging_is_whole_blocks_and_for_stores_only_where_wanted():
+    for staging, wanted in ((0, 0), (1, N), (N, N), (N + 1, 2 * N)):
+        connector = PagedConnector(pages()[0], staging_tokens=staging)
+        assert connector.staging_tokens == wanted and [b.numel() for b in connector.staging] == [2 * wanted * HIDDEN] * (
+            2 if staging else 0
+        )
+    connector = PagedConnector(pages()[0], staging_tokens=N, store_staging=False)
+    assert len(connector.staging) == 1
+    target = torch.zeros(2, N, HIDDEN)
+    connector.to_device(0, torch.ones(2, N, HIDDEN), connector.prepare([3]))
+    connector.from_device(0, connector.prepare([3]), [target])
+    assert (target == 1).all()
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+def test_copies_are_plain_memory_copies(contiguous, monkeypatch):
+    """One where both sides are contiguous, else one a plane."""
+    connector = PagedConnector(pages()[0], staging_tokens=4 * N)
+    whole = torch.randn(2, 4 * N, HIDDEN)
+    rows = whole if contiguous else whole[:, : 2 * N]
+    copies = []
+    real = torch.Tensor.copy_
+    monkeypatch.setattr(
+        torch.Tensor, "copy_", lambda a, b, **k: (copies.append((a.is_contiguous(), b.is_contiguous())), real(a, b, **k))[1]
+    )
+    ids = connector.prepare(range(rows.shape[1] // N))
+    monkeypatch.setattr("qcap.connectors.slots.BlockPlan.write", lambda *a: None)
+    connector.to_device(0, rows, ids)
+    assert copies == [(True, True)] * (1 if contiguous else 2)
+    copies.clear()
+    monkeypatch.setattr("qcap.connectors.slots.BlockPlan.read", lambda *a: None)
+    connector.from_device(0, ids, [rows])
+    assert copies == [(True, True)] * (1 if contiguous else 2)
+
+
+def test_threads_take_turns_in_a_staging_buffer():
+    connector = PagedConnector(pages()[0], staging_tokens=N)
+    rows = [torch.full((2, 4 * N, HIDDEN), float(i)) for i in range(3)]
+    ids = [connector.prepare(range(4 * i, 4 * i + 4)) for i in range(3)]
+    with ThreadPoolExecutor(3) as threads:
+        for _ in range(40):
+            list(threads.map(lambda i: connector.to_device(0, rows[i], ids[i]), range(3)))
+            got = [torch.zeros(2, 4 * N, HIDDEN) for _ in range(3)]
+            list(threads.map(lambda i, got: connector.from_device(0, ids[i], [got]), range(3), got))
+            assert all(torch.equal(a, b) for a, b in zip(got, rows, strict=True))
 
 
 # ---- streams ------------------------------------------------------------------------------------------------------------------------

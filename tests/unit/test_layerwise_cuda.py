@@ -8,10 +8,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from qcap.connectors import PagedConnector
 from qcap.geometry import Geometry, Rope
 from qcap.kernels import PageTable
 from qcap.kinds import CacheKind
-from qcap.layerwise import LayerwiseEngine, LoadGear, MemoryLayers, PagedLayerConnector, streams_for
+from qcap.layerwise import LayerwiseEngine, LoadGear, MemoryLayers, streams_for
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -48,7 +49,7 @@ def make(seed: int, staging: int, loader=None):
     pages = [torch.randn((2, BLOCKS, N, HEADS, D), generator=rng, device=device).bfloat16() for _ in range(LAYERS)]
     table = PageTable([[page[p].transpose(1, 2) for p in range(2)] for page in pages])
     pool, store = PinnedPool(), MemoryLayers(LAYERS)
-    gear = LoadGear(streams_for(device), PagedLayerConnector(table, staging), pool, loader=loader, ahead=2)
+    gear = LoadGear(streams_for(device), PagedConnector(table, staging_tokens=staging), pool, loader=loader, ahead=2)
     return LayerwiseEngine(GEO, CacheKind.KV, store, gear), pages, pool, store
 
 

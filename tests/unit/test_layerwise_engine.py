@@ -13,6 +13,7 @@ import torch
 from layerwise_kit import CH, Bench, H, N, Pool, TracedLayers, geometry, moves, pages, rows_of
 
 from qcap.backends import open_backend
+from qcap.connectors import PagedConnector
 from qcap.errors import ConfigError, ShapeError, StepOrderError, StoreUnavailable, TokenError
 from qcap.kernels import PageTable
 from qcap.kinds import CacheKind
@@ -23,7 +24,6 @@ from qcap.layerwise import (
     LoadGear,
     MemoryLayers,
     NullStreams,
-    PagedLayerConnector,
     layer_major,
     leading_mask,
     masked_tokens,
@@ -381,7 +381,7 @@ def test_steps_of_a_store_out_of_order() -> None:
 
 def cpu_engine(url: str, executor, seed: int, loader=None, ahead: int = 1):
     geo, table, pool = geometry(6), pages(6, seed=seed), Pool()
-    connector = PagedLayerConnector(table, 2 * CH)
+    connector = PagedConnector(table, staging_tokens=2 * CH)
     backend = open_backend(url)
     layers = BackendLayers(backend, executor)
     gear = LoadGear(NullStreams(), connector, pool, loader=loader, ahead=ahead)
@@ -475,7 +475,7 @@ def test_layers_in_memory_read_by_threads() -> None:
 def test_queries_have_one_plane() -> None:
     geo = geometry(2, num_q_heads=2)
     table = PageTable([[torch.randn((8, N, 1, H)).transpose(1, 2)] for _ in range(2)])
-    connector, pool = PagedLayerConnector(table, CH), Pool()
+    connector, pool = PagedConnector(table, staging_tokens=CH), Pool()
     engine = LayerwiseEngine(geo, CacheKind.QUERY, MemoryLayers(2), LoadGear(NullStreams(), connector, pool))
     tokens, wanted = list(range(2 * CH)), [layer[0].clone() for layer in table.views]
     assert len(list(engine.store_layer(tokens, [0, 1, 2, 3]))) == 3

@@ -10,8 +10,9 @@ import pytest
 import torch
 from layerwise_kit import CH, Bench, H, N, Pool, SimConnector, SimStreams, moves, pages, rows_of
 
+from qcap.connectors import PagedConnector
 from qcap.errors import ConfigError, ObjectCorrupt, ShapeError, StepOrderError
-from qcap.layerwise import ChunkFailed, LayerwiseLoad, LoadBatch, LoadGear, NullStreams, PagedLayerConnector, Span, streams_for
+from qcap.layerwise import ChunkFailed, LayerwiseLoad, LoadBatch, LoadGear, NullStreams, Span, streams_for
 
 T_S = 30.0
 
@@ -446,7 +447,7 @@ def test_spans() -> None:
 
 def test_connectors_are_told_apart_by_what_they_can() -> None:  # L33 W31
     class Own:
-        """No relation of PagedLayerConnector."""
+        """No relation of PagedConnector."""
 
         layerwise, block_size, num_layers = True, N, 1
 
@@ -460,7 +461,7 @@ def test_connectors_are_told_apart_by_what_they_can() -> None:  # L33 W31
 @pytest.mark.parametrize("staging", [0, 1, 5, 100])
 def test_staging_is_made_at_the_start_and_only_there(staging: int, monkeypatch) -> None:  # L23 L44 W28
     table = pages(3)
-    connector = PagedLayerConnector(table, staging)
+    connector = PagedConnector(table, staging_tokens=staging)
     assert len(connector.staging) == (2 if staging else 0) and connector.staging_tokens == -(-staging // N) * N
     source = torch.randn((2, 3 * CH, H))
     ids = [5, 0, -1, 9, 2, 30]
@@ -486,7 +487,7 @@ def test_staging_is_made_at_the_start_and_only_there(staging: int, monkeypatch) 
 def test_pages_of_inference_mode_are_written_by_any_thread() -> None:
     with torch.inference_mode():
         table = pages(2)
-    connector = PagedLayerConnector(table, 4)
+    connector = PagedConnector(table, staging_tokens=4)
     source = torch.randn((2, CH, H))
     connector.to_device(1, source, connector.prepare([3, 4]))
     assert torch.equal(rows_of(table, [3, 4], 1), source)

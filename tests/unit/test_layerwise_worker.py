@@ -38,7 +38,9 @@ class Reads:
             self.opened[key.digest] += 1
             found = inner(key)
             return (
-                None if found is None else SimpleNamespace(record=found.record, read=lambda layer, out: self._read(key, found, layer, out))
+                None
+                if found is None
+                else SimpleNamespace(record=found.record, rest=found.rest, read=lambda layer, out: self._read(key, found, layer, out))
             )
 
         bench.store.open_layers = open_layers
@@ -284,9 +286,10 @@ def test_a_chunk_that_is_loaded_and_completed_in_one_step_leaves_whole(bench):
         request(5, 8, 16, blocks, admitted=True, salt="s"), tokens=[(5, 0, ids[:17])], loads=[b.load(5, ids, blocks, end=8, salt="s")]
     )
     b.worker.begin(step)
-    assert b.sim.kv._early, "this chunk is due in this step"
     b.worker.load()
-    b.forward(step)
+    b.forward(step, [0])
+    assert b.sim.kv._early, "this chunk is due in this step"
+    b.forward(step, range(1, L))
     b.worker.end()
     ((_, got),) = [(r, t) for r, t in b.objects(CacheKind.KV) if r.start == 8]
     assert torch.equal(got, wanted)
@@ -302,9 +305,10 @@ def test_one_of_two_loads_fails_at_a_layer(bench, layer, chunk):
     b.reads.fails[digests(MORE)[chunk]] = layer
     step = b.two(end=24)
     b.worker.begin(step)
-    assert b.sim.kv._early, "chunks 2 of both are due, and leave early"
     b.worker.load()
-    b.forward(step)
+    b.forward(step, [0])
+    assert b.sim.kv._early, "chunks 2 of both are due, and leave early"
+    b.forward(step, range(1, L))
     assert all(b.is_loaded(i, A, 1) for i in range(L)), "the other load is not affected"
     b.worker.end()
     assert b.worker.take_failed_blocks() == set(B) and b.worker.take_failed_blocks() == set()
@@ -569,11 +573,11 @@ def test_what_the_worker_makes(bench, caplog, full, load, made):
         compilation_config=SimpleNamespace(cudagraph_mode=Mode(full)), parallel_config=SimpleNamespace(),
         scheduler_config=SimpleNamespace(max_num_seqs=4), model_config=SimpleNamespace(max_model_len=64),
     )  # fmt: skip
-    loads = worker._make_layer_loads(b.sim.geometry, b.store, device)
+    loads = worker._make_layer_loads(b.sim.geometry, b.store, device, b.sim.arena)
     assert (loads is not None) == made
     assert len([r for r in caplog.records if "loaded whole" in r.message]) == full
     if loads is not None:
         assert isinstance(loads, LayerLoads)
         loads.close()
     worker._config = replace(worker._config, layerwise=False)
-    assert worker._make_layer_loads(b.sim.geometry, b.store, device) is None, "without the setting nothing changes"
+    assert worker._make_layer_loads(b.sim.geometry, b.store, device, b.sim.arena) is None, "without the setting nothing changes"

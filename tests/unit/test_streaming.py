@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from array import array
 from collections import Counter
 
@@ -93,6 +94,34 @@ def test_the_flat_form_of_a_step_is_what_its_requests_say():
     flat = flatten(requests, N)
     assert (flat.start.tolist(), flat.end.tolist(), flat.block_ids.tolist()) == ([0, 5], [6, 6], [9, 4, 3])
     assert [len(a) for a in (flatten((), N).start, flatten((), N).block_ids)] == [0, 0]
+    assert flat.table.tolist() == [[0, 0, 6, 0], [2, 5, 6, 6]] and (flat.blocks, flat.rows, flat.special) == (3, 7, True)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_places_and_rows_count_on_from_one_request_to_the_next(seed):
+    rng, n = random.Random(seed), random.Random(seed).choice([1, 3, 4, 16])
+    requests, table, blocks, rows, special = [], [], [], 0, False
+    for uid in range(rng.randrange(6)):
+        start = rng.randrange(60)
+        end = start + rng.choice([0, 1, 1, rng.randrange(1, 90)])
+        first = rng.choice([0, start // n, rng.randrange(start // n + 1)])
+        ids = [rng.randrange(1 << 31) for _ in range(first, -(-end // n))]
+        skip, admitted, kind = rng.choice(["", "", "lora"]), rng.random() < 0.2, rng.choice([tuple, list, lambda given: array("q", given)])
+        requests.append(RequestStep(uid, str(uid), "", start, end, first, kind(ids), admitted, skip))
+        special = special or admitted or bool(skip)
+        if not skip and start < end:
+            table.append([len(blocks), start, end, rows])
+            blocks += [ids[p // n - first] for p in range(start, end) if p == start or p % n == 0]
+            rows += end - start
+    flat = flatten(requests, n)
+    assert (flat.table.tolist(), flat.block_ids.tolist()) == (table, blocks) and flat.block_ids.dtype == flat.table.dtype == np.int64
+    assert (flat.blocks, flat.rows, flat.special) == (len(blocks), rows, special)
+
+
+def test_block_ids_of_another_width_are_not_misread():
+    for kind in (np.int32, np.int64, np.int16):
+        wide = RequestStep(1, "r1", "", 0, 8, 0, np.array([9, 4], dtype=kind))
+        assert flatten((wide,), N).block_ids.tolist() == [9, 4]
 
 
 def test_a_block_table_that_does_not_fit_the_step_is_refused():  # A13

@@ -1,0 +1,654 @@
+"""Loads from where chunks lie: merged runs, order, waits, leases. Memory is spoiled the moment its lease goes."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from layerwise_kit import CH, H, N, SimConnector, SimStreams, geometry, pages, rows_of
+
+from qcap.attribution import LoadRequest
+from qcap.backends import open_backend
+from qcap.connectors import PagedConnector
+from qcap.errors import ConfigError, QcapError, ShapeError, StepOrderError
+from qcap.kinds import CacheKind
+from qcap.layerwise import LazyReader, NullStreams, RestingPipe, RestingSpan, merged
+from qcap.store.tiers import Resting
+from qcap.tokens import ChunkedTokenDatabase, ChunkRecord, chunk_key
+from qcap.vllm import loading
+from qcap.vllm.loading import LayerLoads
+
+NAN = float("nan")
+
+
+class FakeLease:
+    """Held once for each chunk that was given out, and by the store."""
+
+    pinned = True
+
+    def __init__(self, block: torch.Tensor) -> None:
+        self.block, self.holders, self.least = block, 1, 1
+
+    def hold(self) -> None:
+        assert self.holders > 0
+        self.holders += 1
+
+    def release(self) -> None:
+        self.holders -= 1
+        self.least = min(self.least, self.holders)
+        if self.holders == 0:
+            self.block.fill_(NAN)
+
+
+class Shelf:
+    """Chunks of random rows, those of one block side by side. ``sizes``: chunks a block."""
+
+    def __init__(self, layers: int, sizes: list[int], seed: int = 0, planes: int = 2) -> None:
+        rng = torch.Generator().manual_seed(seed)
+        self.blocks = [torch.randn((planes, layers, count * CH, H), generator=rng) for count in sizes]
+        self.rows = torch.cat(self.blocks, dim=2).clone()
+        self.leases = [FakeLease(block) for block in self.blocks]
+        self.chunks: list[tuple[torch.Tensor, FakeLease]] = [
+            (block[:, :, i * CH : (i + 1) * CH], lease)
+            for block, lease, count in zip(self.blocks, self.leases, sizes, strict=True)
+            for i in range(count)
+        ]
+
+    def give(self, first: int, last: int) -> list[Resting]:
+        for _, lease in self.chunks[first:last]:
+            lease.hold()
+        return [Resting(tensor, lease) for tensor, lease in self.chunks[first:last]]
+
+    def forget(self) -> None:
+        """The store needs them no longer."""
+        for lease in self.leases:
+            lease.release()
+
+    @property
+    def gone(self) -> bool:
+        return all(lease.holders == 0 for lease in self.leases) and all(lease.least == 0 for lease in self.leases)
+
+    def lent(self) -> int:
+        """Holders beside the store."""
+        return sum(lease.holders - 1 for lease in self.leases)
+
+
+class Bench:
+    def __init__(self, layers: int = 4, sizes: tuple[int, ...] = (2, 1), *, staging: int = 2 * N, ahead: int = 1, seed: int = 0) -> None:
+        self.layers, self.rng = layers, random.Random(seed)
+        self.streams, self.table = SimStreams(seed), pages(layers, seed=seed)
+        self.connector = SimConnector(self.table, self.streams)
+        self.pipe = RestingPipe(self.streams, self.connector, staging_tokens=staging, ahead=ahead)
+        self.shelf = Shelf(layers, list(sizes), seed)
+        self.blocks = self.rng.sample(range(40), len(self.shelf.chunks) * CH // N)
+
+    def span(self, start: int = 0, end: int | None = None) -> RestingSpan:
+        """Positions start..end of all chunks."""
+        end = len(self.shelf.chunks) * CH if end is None else end
+        return RestingSpan(self.shelf.give(start // CH, -(-end // CH)), start % CH, self.blocks[start // N : end // N])
+
+    def compute(self, layer: int, seen: list[torch.Tensor]) -> None:
+        self.streams.push(lambda: seen.append(rows_of(self.table, self.blocks, layer)))
+
+    def run(self, spans: list[RestingSpan], *, steps: int = 6) -> list[torch.Tensor]:
+        """One step: what each layer's computation saw. Between layers the device does less than ``steps`` things."""
+        seen: list[torch.Tensor] = []
+        self.pipe.begin(spans)
+        for layer in range(self.layers):
+            self.pipe.layer(layer)
+            self.compute(layer, seen)
+            for _ in range(self.rng.randrange(steps)):
+                self.streams.step()
+        self.pipe.end()
+        return seen
+
+
+# ---- runs ---------------------------------------------------------------------------------------------------------------------------
+
+
+def test_neighbours_are_one_run() -> None:
+    a, b = torch.randn((2, 3, 5 * CH, H)), torch.randn((2, 3, 2 * CH, H))
+    cut = [x[:, :, i : i + CH] for x in (a, b) for i in range(0, x.shape[2], CH)]
+    runs = merged(cut)
+    assert [run.shape[2] for run in runs] == [5 * CH, 2 * CH] and runs[0].data_ptr() == a.data_ptr()
+    assert torch.equal(runs[0], a) and torch.equal(runs[1], b)
+    for order, wanted in (([0, 1, 3, 4], [2, 2]), ([1, 0], [1, 1]), ([4, 5], [1, 1]), ([2], [1]), ([], []), ([3, 3], [1, 1])):
+        runs = merged([cut[i] for i in order])
+        assert [run.shape[2] // CH for run in runs] == wanted
+        assert not order or torch.equal(torch.cat(runs, dim=2), torch.cat([cut[i] for i in order], dim=2))
+
+
+def test_what_is_no_neighbour() -> None:
+    alone = [torch.randn((2, 3, CH, H)) for _ in range(3)]
+    assert len(merged(alone)) == 3
+    block = torch.randn(3, 2, 3, CH, H)  # each whole, one behind the other: the token axis does not go on
+    assert len(merged(list(block))) == 3
+    ends = torch.randn((2, 1, 2 * CH, H))
+    assert len(merged([ends[:, :, :CH], ends[:, :, CH:].as_strided((2, 1, CH, H), (H, H, H, 1), CH * H)])) == 2, "other strides"
+    single = torch.randn((4, 1, 1, CH, H))
+    runs = merged(list(single))  # with one plane and one layer it does
+    assert len(runs) == 1 and torch.equal(runs[0], single.view(1, 1, 4 * CH, H))
+
+
+# ---- order --------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_equals_a_plain_scatter(seed: int) -> None:  # L17 L42 L47
+    """Random chunks, spans and staging, several steps; the device works late and in any order; staging is spoiled when it was scattered,
+    memory when its lease is released."""
+    rng = random.Random(seed)
+    layers, sizes = rng.randrange(1, 6), tuple(rng.randrange(1, 4) for _ in range(rng.randrange(1, 4)))
+    bench = Bench(layers, sizes, staging=rng.choice([1, N, 3 * N, 5 * N, 1000]), ahead=rng.randrange(4), seed=seed)
+    total = len(bench.shelf.chunks) * CH
+    for _ in range(3):
+        cut = sorted(rng.sample(range(0, total + 1, N), min(4, total // N + 1)))
+        bounds = list(zip(cut[::2], cut[1::2], strict=False))
+        before = [rows_of(bench.table, bench.blocks, layer) for layer in range(layers)]
+        seen = bench.run([bench.span(*bound) for bound in bounds])
+        bench.streams.run()
+        assert bench.pipe.failure is None
+        for layer in range(layers):
+            wanted = before[layer].clone()
+            for start, end in bounds:
+                wanted[:, start:end] = bench.shelf.rows[:, layer, start:end]
+            assert torch.equal(seen[layer], wanted), f"layer {layer} was computed before its rows were there"
+            assert torch.equal(rows_of(bench.table, bench.blocks, layer), wanted)
+    bench.pipe.poll()
+    assert bench.shelf.lent() == 0 and bench.pipe.leases_held == 0
+    bench.shelf.forget()
+    assert bench.shelf.gone
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_store_that_lets_go_at_once(seed: int) -> None:  # L42
+    """From begin on, the load alone keeps the memory."""
+    bench = Bench(5, (3, 1), staging=3 * N, seed=seed)
+    span = bench.span()
+    bench.shelf.forget()
+    seen = bench.run([span])
+    bench.streams.run()
+    assert all(torch.equal(seen[layer], bench.shelf.rows[:, layer]) for layer in range(5))
+    bench.pipe.poll()
+    assert bench.shelf.gone
+
+
+@pytest.mark.parametrize("ahead", [0, 1, 2, 9])
+def test_layers_are_queued_ahead_and_nothing_is_waited_for(ahead: int) -> None:
+    bench = Bench(ahead=ahead)
+    bench.streams.busy_while_asked = False  # nothing happens on the device before the end
+
+    def queued() -> list[int]:
+        return sorted({layer for what, layer, *_ in bench.streams.trace if what == "write"})
+
+    bench.pipe.begin([bench.span()])
+    assert queued() == list(range(min(ahead + 1, 4)))
+    for layer in range(4):
+        bench.pipe.layer(layer)
+        assert queued() == list(range(min(layer + ahead + 2, 4)))
+    bench.pipe.end()
+    assert not bench.pipe.poll() or bench.shelf.lent() == 3
+    bench.streams.run()
+    assert torch.equal(rows_of(bench.table, bench.blocks, 3), bench.shelf.rows[:, 3])
+
+
+def test_a_run_is_one_copy_a_plane_and_staging_part() -> None:
+    bench = Bench(1, (6, 1), staging=5 * CH)
+    bench.pipe.begin([bench.span()])
+    copies = [entry[1] // H for entry in bench.streams.trace if entry[0] == "copy"]
+    assert copies == [5 * CH] * 2 + [CH] * 4 and bench.streams.trace.count(("write", 0)) == 2
+    bench.pipe.close()
+
+
+@pytest.mark.parametrize("skip", [0, N, CH - N, CH, CH + N, 2 * CH])
+def test_tokens_at_the_beginning_may_be_left_out(skip: int) -> None:
+    bench = Bench(2, (1, 1, 1))
+    seen = bench.run([RestingSpan(bench.shelf.give(0, 3), skip, bench.blocks[skip // N :])])
+    bench.streams.run()
+    assert bench.pipe.failure is None
+    assert all(torch.equal(seen[layer][:, skip:], bench.shelf.rows[:, layer, skip:]) for layer in range(2))
+
+
+def test_two_streams_and_who_waits() -> None:  # L14 L15
+    bench = Bench(4, (2,), staging=CH, ahead=1)
+    trace = bench.streams.trace
+    bench.pipe.begin([bench.span()])
+    assert trace.count(("wait", "pages", "compute")) == 1 and ("wait", "load", "compute") not in trace
+    assert trace.count(("wait", "pages", "load")) == 4 and trace.count(("wait", "load", "pages")) == 2, "the first two are free"
+    for layer in range(4):
+        bench.pipe.layer(layer)
+        assert trace.count(("wait", "compute", "pages")) == layer + 1
+    bench.pipe.end()
+    assert trace.count(("wait", "compute", "pages")) == 4, "once a layer, for all loads"
+    bench.streams.run()
+
+
+def test_events_are_used_again() -> None:
+    bench = Bench(6, (3,), ahead=2)
+    made = []
+    for _ in range(4):
+        bench.run([bench.span()])
+        bench.streams.run()
+        made.append(bench.streams.events_made)
+    assert made[1] - made[0] == made[2] - made[1] == made[3] - made[2] <= 1, "one to see the end of the copies"
+
+
+def test_steps_before_this_one_have_read_the_pages() -> None:
+    bench = Bench(2, (1,))
+    before, seen = rows_of(bench.table, bench.blocks, 0), []
+    bench.compute(0, seen)
+    bench.run([bench.span()])
+    bench.streams.run()
+    assert torch.equal(seen[0], before)
+
+
+# ---- leases -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", range(5))
+@pytest.mark.parametrize("seed", range(3))
+def test_ended_early(layers: int, seed: int) -> None:  # L43
+    """Whatever was queued still reads the memory, and no late row reaches the next owner of a block."""
+    bench = Bench(4, (2, 2), seed=seed)
+    bench.streams.busy_while_asked = False
+    bench.pipe.begin([bench.span()])
+    for layer in range(layers):
+        bench.pipe.layer(layer)
+    bench.pipe.end()
+    assert bench.pipe.failure is None
+
+    def write() -> None:
+        for layer in bench.table.views:
+            for view in layer:
+                view.fill_(7)
+
+    bench.streams.push(write)  # of the next step
+    bench.shelf.forget()
+    assert bench.pipe.poll() and bench.pipe.leases_held == 4 and not bench.shelf.gone, "copies are under way"
+    bench.pipe.layer(layers)  # nothing
+    bench.streams.run()
+    assert all((view == 7).all() for layer in bench.table.views for view in layer)
+    assert not bench.pipe.poll() and bench.pipe.leases_held == 0 and bench.shelf.gone
+
+
+@pytest.mark.parametrize("what", ["copy", "write", "prepare", "record", "wait", "plan"])
+@pytest.mark.parametrize("after", [0, 1, 5, 9])
+def test_a_failure_of_the_device(what: str, after: int, monkeypatch) -> None:
+    bench = Bench(4, (2, 1), seed=after)
+    bench.streams.busy_while_asked = False
+    where, calls = bench.streams if what in ("record", "wait") else bench.connector, 0
+    real = getattr(where, what, None)
+
+    def fails(*args, **kw):
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise RuntimeError("device lost")
+        return real(*args, **kw)
+
+    if what == "plan":
+        bench.shelf.chunks[1] = (torch.zeros(2, 4, CH, H, dtype=torch.float64), bench.shelf.leases[0])
+    else:
+        monkeypatch.setattr(where, what, fails)
+    bench.pipe.begin([bench.span()])
+    for layer in range(4):
+        bench.pipe.layer(layer)
+    bench.pipe.end()
+    if what in ("prepare",) and after:
+        assert bench.pipe.failure is None
+    else:
+        assert isinstance(bench.pipe.failure, ShapeError if what == "plan" else RuntimeError)
+    touched = what == "copy" or any(entry[0] == "copy" for entry in bench.streams.trace)
+    bench.shelf.forget()
+    bench.pipe.poll()
+    assert bench.pipe.leases_held == (3 if touched else 0), "released early, or kept for nothing"
+    if what != "wait":  # without it nothing is in order any more
+        bench.streams.run()
+    monkeypatch.undo()
+    bench.streams.busy_while_asked = True
+    bench.pipe.close()
+    assert bench.shelf.gone and bench.pipe.leases_held == 0
+
+
+def test_a_device_that_cannot_be_asked_keeps_its_memory_until_the_end(monkeypatch) -> None:
+    bench = Bench()
+    bench.pipe.begin([bench.span()])
+    for layer in range(4):
+        bench.pipe.layer(layer)
+    for _, leases in bench.pipe._late:
+        assert len(leases) == 3
+    monkeypatch.setattr("layerwise_kit.SimEvent.query", lambda self: 1 / 0)
+    bench.pipe.end()
+    assert bench.pipe.poll() and bench.shelf.lent() == 3
+    bench.pipe.close()
+    assert bench.shelf.lent() == 0
+
+
+def test_close_waits_for_the_copies() -> None:  # L43
+    bench = Bench()
+    bench.streams.busy_while_asked = False
+    bench.pipe.begin([bench.span()])
+    closed = threading.Event()
+    with ThreadPoolExecutor(1) as executor:
+        job = executor.submit(lambda: (bench.pipe.close(), closed.set()))
+        time.sleep(0.05)
+        assert not closed.is_set() and bench.shelf.lent() == 3
+        bench.streams.run()
+        job.result(20)
+    assert bench.shelf.lent() == 0
+    bench.pipe.close()
+
+
+def test_the_next_step_and_any_thread_may_see_the_end() -> None:
+    bench = Bench()
+    bench.streams.busy_while_asked = False
+    bench.run([bench.span(0, CH)], steps=1)
+    assert bench.shelf.lent() == 1
+    bench.streams.run()
+    with ThreadPoolExecutor(1) as executor:
+        assert executor.submit(bench.pipe.poll).result() is False
+    assert bench.shelf.lent() == 0
+    bench.run([bench.span(0, CH)], steps=1)
+    bench.streams.run()
+    bench.pipe.begin([bench.span(CH, 2 * CH)])
+    assert bench.shelf.lent() == 1
+    bench.streams.busy_while_asked = True
+    bench.pipe.close()
+
+
+def test_memory_comes_back_before_the_step_ends() -> None:
+    """When the last copy is over, not when the engine has computed its last layer."""
+    bench = Bench(4, ahead=3)
+    bench.streams.busy_while_asked = False
+    bench.pipe.begin([bench.span()])
+    bench.streams.run()
+    assert bench.pipe.poll() is False and bench.shelf.lent() == 0
+    for layer in range(4):
+        bench.pipe.layer(layer)
+    bench.pipe.end()
+    bench.streams.run()
+
+
+def test_wrong_use() -> None:
+    bench = Bench()
+    with pytest.raises(ConfigError, match="ahead"):
+        RestingPipe(bench.streams, bench.connector, staging_tokens=4, ahead=-1)
+    bench.pipe.layer(3)  # nothing is under way
+    bench.pipe.end()
+    bench.pipe.begin([bench.span()])
+    with pytest.raises(StepOrderError, match="another step"):
+        bench.pipe.begin([])
+    with pytest.raises(StepOrderError, match=r"next is layer\(0\)"):
+        bench.pipe.layer(1)
+    bench.pipe.close()
+    for chunks, skip, blocks in ((1, 0, [1, 2, 3]), (1, N, [1, 2]), (0, 0, [1])):
+        bench.pipe.begin([RestingSpan(bench.shelf.give(0, chunks), skip, blocks)])
+        assert isinstance(bench.pipe.failure, ShapeError) and bench.shelf.lent() == 0
+
+
+# ---- an engine's loads --------------------------------------------------------------------------------------------------------------
+
+
+class Reader:
+    def __init__(self, store: Store, record: ChunkRecord, index: int) -> None:
+        self.store, self.record, self.index = store, record, index
+
+    def rest(self) -> Resting | None:
+        if self.index in self.store.rest_fails:
+            raise OSError("gone")
+        return None if self.index in self.store.elsewhere else self.store.shelf.give(self.index, self.index + 1)[0]
+
+    def read(self, layer: int, out: torch.Tensor) -> torch.Tensor:
+        self.store.reads.append((self.index, layer))
+        return out.copy_(self.store.shelf.rows[:, layer, self.index * CH : (self.index + 1) * CH])
+
+
+class Store:
+    def __init__(self, shelf: Shelf, cheap: bool) -> None:
+        self.shelf, self.cheap_contains = shelf, cheap
+        self.readers: dict[object, Reader] = {}
+        self.elsewhere: set[int] = set()
+        self.rest_fails: set[int] = set()
+        self.reads: list[tuple[int, int]] = []
+
+    def open_layers(self, key):
+        return self.readers.get(key)
+
+
+class Rig:
+    """Two sequences of three chunks each; of each, positions ``start..end`` are loaded."""
+
+    def __init__(self, monkeypatch=None, *, cheap: bool = True, seed: int = 0, host_bytes: int = 1 << 16, **shelf) -> None:
+        self.layers, self.g, self.table = 4, geometry(4), pages(4, seed=seed)
+        self.shelf = Shelf(4, [2, 1, 3], seed)
+        self.store = Store(self.shelf, cheap)
+        self.streams = NullStreams() if monkeypatch is None else SimStreams(seed)
+        if monkeypatch is not None:
+            monkeypatch.setattr(loading, "build", lambda table, **_: SimConnector(table, self.streams))
+        self.wholes: list[LoadRequest] = []
+        self.lowest = list
+        self.loads = LayerLoads(
+            self.g, self.store, self.table, device=torch.device("cpu"), host_bytes=host_bytes, lowest=lambda values: self.lowest(values),
+            whole=self.wholes.append, streams=self.streams, resting_bytes=3 * N * 2 * H * 4,
+        )  # fmt: skip
+        self.blocks = random.Random(seed).sample(range(40), 6 * CH // N)
+        self.tokens = [tuple(range(100 * i, 100 * i + 3 * CH)) for i in (1, 2)]
+        for i, ids in enumerate(self.tokens):
+            for c in ChunkedTokenDatabase(CH).chunks(ids):
+                record = ChunkRecord(CacheKind.KV, self.g, c.start, ids[c.start : c.end], c.digest, c.parent)
+                self.store.readers[record.key] = Reader(self.store, record, 3 * i + c.index)
+
+    def load(self, which: int, start: int = 0, end: int = 3 * CH) -> LoadRequest:
+        ids = self.tokens[which]
+        digests = tuple(c.digest for c in ChunkedTokenDatabase(CH).chunks(ids))[: -(-end // CH)]
+        blocks = self.blocks[which * 3 * CH // N :][: end // N]
+        return LoadRequest(which, f"r{which}", "", start, end, tuple(blocks), digests, ids[: -(-end // CH) * CH])
+
+    def run(self, *loads: LoadRequest, layers: int = 4):
+        self.loads.begin(loads)
+        for layer in range(layers):
+            self.loads.layer(layer)
+        return self.loads.end()
+
+    def is_loaded(self, which: int, start: int = 0, end: int = 3 * CH) -> bool:
+        first = which * 3 * CH
+        blocks = self.blocks[(first + start) // N : (first + end) // N]
+        return all(
+            torch.equal(rows_of(self.table, blocks, i), self.shelf.rows[:, i, first + start : first + end]) for i in range(self.layers)
+        )
+
+
+@pytest.fixture
+def rig():
+    made: list[Rig] = []
+
+    def make(*args, **kw) -> Rig:
+        made.append(Rig(*args, **kw))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.streams.busy_while_asked = True
+        one.loads.close()
+        one.loads.close()
+        assert one.shelf.lent() == 0 and one.loads.arena.outstanding == 0
+
+
+@pytest.mark.parametrize("cheap", [True, False])
+@pytest.mark.parametrize(("start", "end"), [(0, 3 * CH), (N, 3 * CH), (0, 3 * CH - N), (CH, 2 * CH), (CH + N, 3 * CH - N)])
+def test_chunks_in_memory_are_loaded_from_there(rig, cheap: bool, start: int, end: int) -> None:
+    r = rig(cheap=cheap)
+    before = rows_of(r.table, r.blocks, 0)
+    outcomes = r.run(r.load(0, start, end), r.load(1))
+    assert [(o.problem, o.layerwise, o.resting) for o in outcomes] == [(None, True, True)] * 2
+    assert r.is_loaded(0, start, end) and r.is_loaded(1)
+    assert torch.equal(rows_of(r.table, r.blocks, 0)[:, :start], before[:, :start]), "the engine's own blocks are left alone"
+    assert torch.equal(rows_of(r.table, r.blocks, 0)[:, end : 3 * CH], before[:, end : 3 * CH])
+    assert not r.store.reads and not r.wholes and r.loads.arena.high_water == 0, "nothing is fetched, no host memory is taken"
+    assert r.shelf.lent() == 0
+    threads = [t.name for t in threading.enumerate() if t in set(r.loads._readers._threads)]
+    assert bool(threads) == (not cheap), "headers that cost no round trip are read on the engine's thread"
+
+
+@pytest.mark.parametrize("elsewhere", [{0}, {2}, {0, 1, 2}])
+def test_a_load_of_which_some_chunks_lie_elsewhere_is_fetched(rig, elsewhere: set[int]) -> None:
+    r = rig()
+    r.store.elsewhere = elsewhere
+    r.loads.begin([r.load(0), r.load(1)])
+    assert sum(lease.holders - 1 for lease in r.shelf.leases[:2]) == 0, "what is not used is given back at once"
+    for layer in range(4):
+        r.loads.layer(layer)
+    outcomes = r.loads.end()
+    assert [(o.problem, o.layerwise, o.resting) for o in outcomes] == [(None, True, False), (None, True, True)]
+    assert r.is_loaded(0) and r.is_loaded(1)
+    assert sorted(r.store.reads) == [(chunk, layer) for chunk in range(3) for layer in range(4)]
+
+
+def test_chunks_that_cannot_be_held(rig) -> None:
+    r = rig()
+    r.store.rest_fails = {1}
+    outcomes = r.run(r.load(0), r.load(1))
+    assert isinstance(outcomes[0].problem, OSError) and outcomes[1].problem is None and r.is_loaded(1)
+    assert r.shelf.lent() == 0
+
+
+def test_ranks_that_do_not_agree_hold_nothing(rig) -> None:
+    r = rig()
+    r.lowest = lambda values: [0] * len(values)
+    r.loads.begin([r.load(0), r.load(1)])
+    assert r.shelf.lent() == 0
+    for layer in range(4):
+        r.loads.layer(layer)
+    assert all(isinstance(o.problem, QcapError) for o in r.loads.end())
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("mixed", [False, True])
+def test_a_late_device(rig, monkeypatch, seed: int, mixed: bool) -> None:  # L15 L42 L47
+    """Loads of both kinds in one step: each layer is there when it is computed, and memory goes only when nothing reads it."""
+    r = rig(monkeypatch, seed=seed)
+    r.streams.busy_while_asked = mixed  # what is fetched needs memory again
+    if mixed:
+        r.store.elsewhere = {4}
+    r.loads.begin([r.load(0), r.load(1)])
+    lent = 3 if mixed else 6
+    assert r.shelf.lent() == lent
+    seen: list[torch.Tensor] = []
+    for layer in range(4):
+        r.loads.layer(layer)
+        r.streams.push(lambda layer=layer: seen.append(rows_of(r.table, r.blocks, layer)))
+        r.streams.step()
+    outcomes = r.loads.end()
+    assert [o.problem for o in outcomes] == [None] * 2 and [o.resting for o in outcomes] == [True, not mixed]
+    assert mixed or r.shelf.lent() == lent, "the device has done next to nothing yet"
+    r.streams.run()
+    assert all(torch.equal(seen[layer], r.shelf.rows[:, layer]) for layer in range(4))
+    assert r.loads.poll() is False and r.shelf.lent() == 0
+
+
+@pytest.mark.parametrize("layers", range(4))
+def test_a_step_that_was_given_up(rig, monkeypatch, layers: int) -> None:  # L43
+    r = rig(monkeypatch)
+    r.streams.busy_while_asked = False
+    r.loads.begin([r.load(0)])
+    for layer in range(layers):
+        r.loads.layer(layer)
+    (outcome,) = r.loads.end(lost=True)
+    assert "did not ask for layers" in str(outcome.problem) and not r.loads.unseen
+    assert r.shelf.lent() == 3
+    r.loads.begin([r.load(1)])  # the next step
+    for layer in range(4):
+        r.loads.layer(layer)
+    assert [o.problem for o in r.loads.end()] == [None]
+    r.streams.run()
+    assert r.is_loaded(1) and r.loads.poll() is False and r.shelf.lent() == 0
+
+
+def test_begun_twice_and_closed_in_the_middle(rig) -> None:  # L43
+    r = rig()
+    r.loads.begin([r.load(0)])
+    r.loads.begin([r.load(1)])
+    r.loads.layer(0)
+    r.loads.close()
+    assert r.shelf.lent() == 0 and not r.loads.active and r.loads.end() == []
+
+
+def test_an_engine_that_does_not_ask(rig) -> None:
+    r = rig()
+    (outcome,) = r.run(r.load(0), layers=0)
+    assert "did not ask for layers 0..3" in str(outcome.problem) and r.loads.unseen and r.shelf.lent() == 0
+
+
+@pytest.mark.parametrize("layer", range(4))
+def test_a_device_that_fails_fails_the_loads_from_memory(rig, monkeypatch, layer: int) -> None:
+    r = rig(monkeypatch)
+    r.store.elsewhere = {4}
+    real = SimConnector.write
+
+    def write(self, index, staged, blocks):
+        if index >= layer:
+            raise RuntimeError("device lost")
+        real(self, index, staged, blocks)
+
+    monkeypatch.setattr(SimConnector, "write", write)
+    outcomes = r.run(r.load(0), r.load(1))
+    assert str(outcomes[0].problem) == "device lost" and outcomes[1].problem is None
+    r.streams.run()
+    r.loads.poll()
+    assert r.is_loaded(1) and r.shelf.lent() == 0
+
+
+def test_a_mistake_of_ours_fails_loads_and_nothing_else(rig, monkeypatch) -> None:
+    r = rig()
+    monkeypatch.setattr(r.loads._pipe, "layer", lambda index: 1 / 0)
+    outcomes = r.run(r.load(0))
+    assert isinstance(outcomes[0].problem, ZeroDivisionError) and r.shelf.lent() == 0
+
+
+def test_how_much_device_memory() -> None:
+    g, table = geometry(2), pages(2, blocks=10)
+    loads = LayerLoads(g, None, table, device=torch.device("cpu"), host_bytes=4096, lowest=list, whole=print)  # type: ignore[arg-type]
+    assert loads.device_bytes == loads._pipe.nbytes == 2 * 10 * N * 2 * H * 4, "no more than the pages"
+    loads.close()
+    loads = LayerLoads(g, None, table, device=torch.device("cpu"), host_bytes=4096, lowest=list, whole=print, resting_bytes=1)  # type: ignore[arg-type]
+    assert loads.device_bytes == 2 * N * 2 * H * 4, "at least a block"
+    loads.close()
+
+
+def test_a_store_in_memory() -> None:
+    """The real one: chunks that came with a lease are loaded from where they came in; without one they are read."""
+    g, table, shelf = geometry(4), pages(4), Shelf(4, [3])
+    backend = open_backend("memory://resting-loads")
+    ids = tuple(range(3 * CH))
+    chunks = ChunkedTokenDatabase(CH).chunks(ids)
+    for c, (tensor, lease) in zip(chunks, shelf.chunks, strict=True):
+        lease.hold()
+        record = ChunkRecord(CacheKind.KV, g, c.start, ids[c.start : c.end], c.digest, c.parent)
+        backend.store(record, tensor, lease=lease).add_done_callback(lambda _, lease=lease: lease.release())
+    assert backend.drain(20)
+    loads = LayerLoads(g, backend, table, device=torch.device("cpu"), host_bytes=1 << 16, lowest=list, whole=print)  # type: ignore[arg-type]
+    load = LoadRequest(1, "r", "", 0, 3 * CH, tuple(range(3 * CH // N)), tuple(c.digest for c in chunks), ids)
+    loads.begin([load])
+    for layer in range(4):
+        loads.layer(layer)
+    (outcome,) = loads.end()
+    assert outcome.problem is None and outcome.resting and backend.counters()["layers_loaded"] == 0
+    assert all(torch.equal(rows_of(table, range(3 * CH // N), i), shelf.rows[:, i]) for i in range(4))
+    loads.close()
+    backend.close()
+    assert chunk_key(CacheKind.KV, g, chunks[0].digest) and isinstance(loads._gear.connector, PagedConnector)
+
+
+def test_a_lazy_reader_asks_its_object() -> None:
+    shelf = Shelf(4, [1])
+    store = Store(shelf, True)
+    store.readers["key"] = Reader(store, None, 0)  # type: ignore[arg-type]
+    chunk = LazyReader(store, "key").rest()  # type: ignore[arg-type]
+    assert chunk is not None and chunk.tensor is shelf.chunks[0][0]
+    chunk.lease.release()
+    store.elsewhere = {0}
+    assert LazyReader(store, "key").rest() is None  # type: ignore[arg-type]
