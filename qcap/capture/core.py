@@ -30,6 +30,9 @@ from qcap.tokens import ChunkedTokenDatabase, ChunkRecord, chunk_key
 logger = logging.getLogger("qcap.capture")
 often = RateLimitedLog(logger)
 
+START_AFTER = 4
+"""What may wait does so for a quarter of the layers: by then the host is ahead of the device, which at first waits for every call."""
+
 
 class _Guard:
     """What :meth:`Capture.guard` returns: a generator would cost several times as much, and some are entered for every layer."""
@@ -195,7 +198,7 @@ class Capture:
             self._learn(update.uid, update.offset, update.ids)
 
     def _start(self) -> None:
-        """The part of a step's beginning that nothing on the device depends on: done once there is work on it, or when it is asked for."""
+        """The part of a step's beginning that nothing on the device depends on: done once it has work to do, at the latest at the end."""
         if self._started:
             return
         self._started = True
@@ -231,7 +234,7 @@ class Capture:
     def layer_done(self, layer: int) -> None:
         """Between two layers of a forward pass: all that layers up to ``layer`` write has been queued."""
         if self._step is not None:
-            if not self._started:
+            if not self._started and layer >= self.geometry.num_layers // START_AFTER:
                 with self._lock:
                     self._start()
             for feature in tuple(self.features):

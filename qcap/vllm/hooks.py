@@ -17,8 +17,8 @@ import torch
 
 _PARAMETERS = ("layer", "query", "key", "value", "kv_cache", "attn_metadata")
 
-OnQuery = Callable[[int, str, torch.Tensor, Any], Callable[[], None] | None]
-"""Called with (index of the layer, its name, queries, attention metadata); what it returns is called after the layer's own forward."""
+OnQuery = Callable[[int, str, torch.Tensor, Any], None]
+"""Called with (index of the layer, its name, queries, attention metadata)."""
 
 
 def attention_layers(vllm_config: Any) -> dict[str, Any]:
@@ -106,12 +106,8 @@ class QueryHooks:
 
         def forward(layer: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             metadata = args[3] if len(args) > 3 else kwargs.get("attn_metadata")
-            join = on_query(index, name, query, metadata)
-            try:
-                return original(layer, query, *args, **kwargs)
-            finally:
-                if join is not None:
-                    join()
+            on_query(index, name, query, metadata)
+            return original(layer, query, *args, **kwargs)
 
         forward.qcap_original = original  # type: ignore[attr-defined]
         return forward

@@ -7,7 +7,7 @@ import os
 import platform
 import weakref
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,6 @@ from qcap.rope import rope_from_hf_config
 from qcap.store.metrics import RateLimitedLog
 from qcap.store.tiers import Backend, LoadedChunk
 from qcap.tokens import chunk_key
-from qcap.vllm.branch import Branch
 from qcap.vllm.hooks import QueryHooks, attention_layers, engine_ropes, refusal, slot_mapping_of, why_layers_pass_unseen
 from qcap.vllm.layouts import CacheGroup, certify
 from qcap.vllm.loading import LayerLoads, check_edits, check_record, edits_digest, first_to_check, pool_bytes
@@ -34,9 +33,6 @@ DEFAULT_RING_BYTES = 512 << 20
 SMALL_STEP_ROWS = 512
 """Without graphs: a step of at most so many rows (fewer, if they would take half the ring) leaves in one copy, not layer by layer."""
 
-BRANCH_ROWS = 2048
-"""A step of at least so many rows has its queries put away beside the attention; for a smaller one that would cost the host more time than
-it saves the device."""
 
 logger = logging.getLogger("qcap.vllm")
 often = RateLimitedLog(logger)
@@ -76,7 +72,6 @@ class WorkerSide:
         self._failed_blocks: set[int] = set()
         self._step: Step | None = None
         self._always_launch = False
-        self._branch: Branch | None = None  # recorded graphs and large steps put queries away on it
         self.layout = ""  # of the pages, by its certified name
 
     # ---- start --------------------------------------------------------------------------------------------------------------------
@@ -88,7 +83,7 @@ class WorkerSide:
         Raises:
             GeometryMismatch: the store holds another model's geometry under this name (only with ``on_pressure="wait"``).
         """
-        if self._query is not None and self._branch is not None:
+        if self._query is not None and self._always_launch:
             _recorded.append(self._query.graph_buffers)
         self.close()  # registered before, with other pages: nothing of that may stay
         layers = attention_layers(self._vllm_config)
@@ -103,7 +98,6 @@ class WorkerSide:
         stager = PageStager(device, arena, slot_bytes=max(SLOT_BYTES, *(geometry.chunk_bytes(k) // geometry.num_layers for k in CacheKind)))
         self._arena, self._layer_index = arena, {name: index for index, name in enumerate(names)}
         self._always_launch = device.type == "cuda"
-        self._branch = Branch(torch.cuda.Stream(device)) if device.type == "cuda" else None
         features: list[Feature] = []
         if self._config.query:
             self._query = self._query_feature(geometry, layers, names, device, stager)
@@ -481,29 +475,22 @@ class WorkerSide:
         """One request's load, at once, on this rank. Raises what went wrong."""
         self._put(load, self._fetch(load))
 
-    def _on_query(self, layer: int, name: str, query: torch.Tensor, attn_metadata: Any) -> Callable[[], None] | None:
+    def _on_query(self, layer: int, name: str, query: torch.Tensor, attn_metadata: Any) -> None:
         feature, capture = self._query, self.capture
         if feature is None or capture is None or not (feature.active or self._always_launch) or feature not in capture.features:
-            return None
+            return
         try:
             slots = slot_mapping_of(name, attn_metadata)
             if slots is None:
                 if feature.active and layer == 0:
                     self.counters["query.steps_without_slots"] += 1
                     often.warning("no slot mapping in this step: its queries are not captured")
-                return None
+                return
             if query.dtype != feature.dtype:
                 raise Unsupported(f"{name}: queries are {query.dtype}, the ring is {feature.dtype}: quantised queries are not stored yet")
-            branch = self._branch
-            if branch is not None and ((feature.active and query.shape[0] >= BRANCH_ROWS) or torch.cuda.is_current_stream_capturing()):
-                # Beside the attention, which reads the same queries, not before it. The join comes after the attention, and so before
-                # anything can be given the queries' memory.
-                return branch.run(feature.on_layer, layer, query, slots)
             feature.on_layer(layer, query, slots)
-        except Exception:
-            with capture.guard(f"capturing queries in {name}", feature):  # not around it all: this is run for every layer
-                raise
-        return None
+        except Exception as error:  # without a guard: this is run for every layer
+            capture.failed(f"capturing queries in {name}", error, feature)
 
     def layer_done(self, name: str) -> None:
         """Layer ``name`` has been queued, by Python."""
@@ -514,9 +501,8 @@ class WorkerSide:
         if index is not None:
             try:
                 capture.layer_done(index)
-            except Exception:
-                with capture.guard("moving a layer"):
-                    raise
+            except Exception as error:
+                capture.failed("moving a layer", error)
 
     def end(self) -> None:
         """The forward pass has been queued."""

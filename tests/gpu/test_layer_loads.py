@@ -218,7 +218,7 @@ def work_through(rig: Rig, host_bytes: int, steps: int, rng: random.Random, rest
                 if rig.cuda:
                     torch.cuda._sleep(SLOW)  # steps before this one still write to these blocks
                 for page in rig.pages:
-                    page[written] = -7.0
+                    page.index_fill_(0, written, -7.0)  # indexing with a number would copy the number to the device and wait
                 rig.loads.begin(step.loads)
                 rig.store.let_go()
                 for layer in range(L):

@@ -16,7 +16,6 @@ from qcap.attribution import RequestStep, Step, step_block_limit
 from qcap.capture import HostArena, KVFeature, PageStager, QueryFeature, RequestTrack, StreamBudget, StreamingQueryFeature
 from qcap.geometry import Geometry, PagedLayout, PlaneStrides, Rope
 from qcap.kinds import CacheKind
-from qcap.vllm.branch import Branch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
@@ -62,12 +61,10 @@ class Rig:
         planes = PlaneStrides(0, s[0], s[3], s[2], s[4]), PlaneStrides(s[1], s[0], s[3], s[2], s[4])
         layout = PagedLayout(name="B2NHD", blocks=BLOCKS, heads=HEADS, block_size=N, head_size=D, planes=planes)
         self.kv = KVFeature(self.g, self.pages, [layout] * L, self.stager)
-        self.branch = Branch(torch.cuda.Stream())
         self.tracks: dict[int, RequestTrack] = {}
         self.number = 0
         self.static_query = torch.zeros((L, SMALL, 3 * H), device=self.device)
         self.static_slots = torch.full((SMALL,), -1, dtype=torch.int64, device=self.device)
-        self.attention = torch.zeros((SMALL, HEADS, D), device=self.device)
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def record(self) -> None:
@@ -75,10 +72,7 @@ class Rig:
 
         def forward() -> None:
             for layer in range(L):
-                rows = self.static_query[layer, :, :H].view(SMALL, HEADS, D)
-                join = self.branch.run(self.query.on_layer, layer, rows, self.static_slots)
-                self.attention.copy_(rows)
-                join()
+                self.query.on_layer(layer, self.static_query[layer, :, :H].view(SMALL, HEADS, D), self.static_slots)
 
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
@@ -125,12 +119,7 @@ class Rig:
             else:
                 for layer in range(L):
                     self.pages[layer][block, 0, offset], self.pages[layer][block, 1, offset] = keys[layer], values[layer]
-                    rows = queries[layer].view(-1, HEADS, D)
-                    if self.number % 3:
-                        join = self.branch.run(self.query.on_layer, layer, rows, slots)
-                        join()
-                    else:
-                        self.query.on_layer(layer, rows, slots)
+                    self.query.on_layer(layer, queries[layer].view(-1, HEADS, D), slots)
                     queries[layer].fill_(-9.0)  # the engine reuses the memory
                     for feature in (self.query, self.kv):
                         feature.layer_done(layer)

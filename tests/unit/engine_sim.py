@@ -736,7 +736,7 @@ class Sim:
         assert [entry.load for entry in entries] == list(out.step.loads)
         good, out.failed = [], set()
         for entry in entries:
-            dies = entry.job is not None and any(reader._reader.dies_at is not None for reader in entry.readers)
+            dies = entry.job is not None and any(getattr(reader, "_reader", reader).dies_at is not None for reader in entry.readers)
             self.events["loads_that_die"] += dies and entry.problem is None
             self.events["loads_whole"] += entry.job is None and entry.problem is None
             bad, load = dies or entry.problem is not None, entry.load

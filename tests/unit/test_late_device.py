@@ -8,13 +8,12 @@ from collections import Counter
 
 import pytest
 import torch
-from late_device import LateDevice, LateStream
+from late_device import LateDevice
 
 from qcap.attribution import RequestStep, Step, step_block_limit
 from qcap.capture import HostArena, KVFeature, PageStager, RequestTrack, StreamBudget, StreamingQueryFeature
 from qcap.geometry import Geometry, PagedLayout, PlaneStrides, Rope
 from qcap.kinds import CacheKind
-from qcap.vllm.branch import Branch
 
 L, HEADS, D, N, CH = 5, 1, 4, 4, 8
 H, BLOCKS, MAX_ROWS, SMALL = HEADS * D, 60, 40, 5
@@ -47,14 +46,13 @@ class Rig:
         self.kv = KVFeature(self.g, self.pages, [layout] * L, self.stager)
         self.device.own(self.query, self.stager, 2 * CH * H * 4)  # a slot holds one chunk's layer
         self.device.install(monkeypatch)
-        self.branch = Branch(LateStream(self.device))
         self.tracks: dict[int, RequestTrack] = {}
         self.number = 0
 
     def staged(self, uid, kind):
         return self.tracks[uid].staged.setdefault(kind, set())
 
-    def step(self, work, ids, blocks, replay, hooks, beside):
+    def step(self, work, ids, blocks, replay, hooks):
         self.number += 1
         requests = []
         for uid, start, end in work:
@@ -81,12 +79,7 @@ class Rig:
                 query[:] = row_values(token, layer, 2)
 
             self.device.launch(write)
-            if beside and self.device.random.random() < 0.7:  # some layers of a step are, and some are not
-                join = self.branch.run(self.query.on_layer, layer, query.view(-1, HEADS, D), slots)
-                self.device.launch(lambda: None)  # the attention
-                join()
-            else:
-                self.query.on_layer(layer, query.view(-1, HEADS, D), slots)
+            self.query.on_layer(layer, query.view(-1, HEADS, D), slots)
             if hooks and not replay:
                 self.query.layer_done(layer)
                 self.kv.layer_done(layer)
@@ -139,7 +132,7 @@ def test_nothing_leaves_too_early_or_is_written_over_too_soon(monkeypatch, seed,
         if not work:
             continue
         small = sum(e - s for _, s, e in work) <= SMALL
-        pending += rig.step(work, ids, blocks, small and rng.random() < 0.6, hooks=rng.random() < 0.7, beside=rng.random() < 0.6)
+        pending += rig.step(work, ids, blocks, replay=small and rng.random() < 0.6, hooks=rng.random() < 0.7)
         for uid, _, end in work:
             done[uid] = end
             if end == len(ids[uid]):  # over: its blocks are another request's in the very next step
