@@ -66,6 +66,7 @@ TINY = {
     "vocab_size": 1024,
     "torch_dtype": "float32",
 }
+AGAIN = "off again"
 NAMED = ("skipped", "lost", "error", "missing", "refused", "failed", "turned_off", "incomplete", "without", "spilled", "cut_off")
 
 
@@ -369,20 +370,23 @@ def measure(
 
 
 def capture_round(children: Children, configs: list[str], tokens: list[int], number: int) -> Iterator[tuple[str, dict[str, float]]]:
-    """Every prompt length, then decoding, each in all engines in turn."""
+    """Every prompt length, then decoding, each in all engines in turn: another one first each round, since a device that just worked is
+    slower than one that rested. ``off`` has two turns, to show how far two measurements of the same thing lie apart."""
+    turns = [*configs, AGAIN] if "off" in configs else configs
+    first = number % len(turns)
     for what in (*tokens, "decode"):
-        for config in configs:
-            seed = f"{what} {number}"
-            yield config, children.ask(config, "decode", seed) if what == "decode" else children.ask(config, "ttft", what, seed)
+        for config in (*turns[first:], *turns[:first]):
+            seed, engine = f"{what} {number} {config == AGAIN}", "off" if config == AGAIN else config
+            yield config, children.ask(engine, "decode", seed) if what == "decode" else children.ask(engine, "ttft", what, seed)
 
 
 def summary(figures: dict[Any, list[float]], common: dict[str, Any]) -> list[dict[str, Any]]:
-    """One row a measure and configuration: median, p20, p80, and how much slower than ``off`` it is, in percent."""
+    """One row a measure and configuration: median, p20, p80, and how much slower than ``off`` (both of its turns) it is, in percent."""
     rows = []
     for (name, config), values in figures.items():
         p20, p50, p80 = harness.spread(sorted(values))
         p50 = statistics.median(values)
-        base = figures.get((name, "off"))
+        base = figures.get((name, "off"), []) + (figures.get((name, AGAIN), []) if config != AGAIN else [])
         slower = None
         if base and config != "off":
             off = statistics.median(base)
@@ -421,6 +425,7 @@ def arguments(prog: str, doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--chunk-size", type=int, default=256)
     parser.add_argument("--budget-s", type=float, default=540, help="start no round that would end after so many seconds")
     parser.add_argument("--kv-gib", type=float, default=6.0, help="KV cache of each engine")
+    parser.add_argument("--block-size", type=int, default=None, help="tokens of a KV block; default 16 (32 on a CPU)")
     parser.add_argument("--qcap", default="{}", help="further arguments of transfer_config, as JSON")
     parser.add_argument("--hold", type=Path, help="start the rounds when this file exists: for a script that uses the device until then")
     parser.add_argument("--tiny", action="store_true", help="a tiny model and short prompts, also on a CPU: to try this script")
@@ -456,7 +461,7 @@ def engines(
             "skip_tokenizer_init": True,
             "generation_config": "vllm",
             "enforce_eager": not cuda,
-            "block_size": 16 if cuda else 32,
+            "block_size": args.block_size or (16 if cuda else 32),
             **options,
         }
         if cuda:

@@ -215,8 +215,9 @@ def timed_calls(kind: type, calls: list[tuple[str, float, float]]) -> Iterator[N
 def load_round(
     children: engine.Children, configs: list[str], tokens: int, tails: list[int], number: int
 ) -> Iterator[tuple[str, dict[str, float]]]:
-    """One prompt, all tails, each in all engines in turn."""
-    seed = f"round {number}"
+    """One prompt, all tails, each in all engines in turn; another one is first each round."""
+    seed, first = f"round {number}", number % len(configs)
+    configs = [*configs[first:], *configs[:first]]
     for config in configs:
         yield config, children.ask(config, "prefill", tokens, seed)
     for tail in tails:

@@ -10,7 +10,7 @@ Triton is imported on the first call with a CUDA tensor, so a machine without it
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 
 from qcap.kernels import checks, reference
 from qcap.kernels.page_table import PageTable
+from qcap.kernels.reference.row_scatter import row_scatter_layers as _reference_row_scatter_layers
 
 __all__ = [
     "PageTable",
@@ -27,6 +28,7 @@ __all__ = [
     "rope_shift",
     "rope_shift_",
     "row_scatter",
+    "row_scatter_layers",
     "scatter_pages",
     "slot_attribution",
 ]
@@ -88,6 +90,16 @@ def row_scatter(rows: torch.Tensor, ring_slots: torch.Tensor, ring: torch.Tensor
         return
     checks.row_scatter(rows, ring_slots, ring)
     reference.row_scatter(rows, ring_slots, ring)
+
+
+def row_scatter_layers(rows: Sequence[torch.Tensor], ring_slots: torch.Tensor, ring: torch.Tensor) -> None:
+    """:func:`row_scatter` of 1 to 4 layers, one tensor each, into ``ring`` ``[S, G, H]``. See :mod:`qcap.kernels.row_scatter`."""
+    if ring.is_cuda:
+        launcher = _launchers.get("row_scatter_layers") or _launcher("row_scatter", "row_scatter_layers")
+        launcher(rows, ring_slots, ring)  # likewise
+        return
+    checks.row_scatter_layers(rows, ring_slots, ring)
+    _reference_row_scatter_layers(rows, ring_slots, ring)
 
 
 def gather_pages(table: PageTable, block_ids: torch.Tensor, out: torch.Tensor, first_layer: int = 0) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
@@ -12,6 +13,7 @@ INT64 = (torch.int64,)
 INT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 MATHS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROW_DTYPES = (*MATHS_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64)  # int64: a step number a row
+MAX_LAYERS = 4  # of row_scatter_layers: its kernel has a pointer each
 
 
 def _wrong(op: str, name: str, wanted: str, got: object, cause: str) -> ValueError:
@@ -53,16 +55,38 @@ def slot_attribution(
 
 def row_scatter(rows: torch.Tensor, ring_slots: torch.Tensor, ring: torch.Tensor) -> None:
     """Raise ValueError if ``row_scatter`` could not run on these."""
-    op, shape, dtype, device, target = "row_scatter", rows.shape, rows.dtype, rows.device, ring.shape
+    _scatter("row_scatter", rows, ring_slots, ring, 2)
+
+
+def row_scatter_layers(rows: Sequence[torch.Tensor], ring_slots: torch.Tensor, ring: torch.Tensor) -> None:
+    """Raise ValueError if ``row_scatter_layers`` could not run on these."""
+    op, count = "row_scatter_layers", len(rows)
+    if not 1 <= count <= MAX_LAYERS:
+        raise _wrong(op, "rows", f"1 to {MAX_LAYERS} tensors, one a layer", f"{count}", "more layers than one launch takes, or none")
+    first = rows[0]
+    _scatter(op, first, ring_slots, ring, 3)
+    if ring.shape[1] != count:
+        raise _wrong(op, "ring", f"[S, {count}, H], a layer for each of rows", ring, "a slice of the ring for another number of layers")
+    shape, dtype, device, stride = first.shape, first.dtype, first.device, first.stride()
+    for layer in range(1, count):
+        other = rows[layer]
+        same = other.shape == shape and other.dtype == dtype and other.device == device
+        if not same or any(n > 1 and a != b for n, a, b in zip(shape, other.stride(), stride, strict=True)):
+            wanted = f"{dtype} {tuple(shape)} with stride {stride} on {device}, as rows[0] is"
+            raise _wrong(op, f"rows[{layer}]", wanted, other, "rows of another step, or cut from another tensor than the first layer's")
+
+
+def _scatter(op: str, rows: torch.Tensor, ring_slots: torch.Tensor, ring: torch.Tensor, ring_dims: int) -> None:
+    shape, dtype, device, target = rows.shape, rows.dtype, rows.device, ring.shape
     if len(shape) != 2 or dtype not in ROW_DTYPES:
         raise _wrong(op, "rows", "[R, H] of float32, bfloat16, float16, float8 or int64", rows, "heads were not flattened")
     _vector(op, "ring_slots", ring_slots, INT64, device, "slots of another step or device")
     if ring_slots.numel() < shape[0]:
         raise _wrong(op, "ring_slots", f"at least {shape[0]} entries", ring_slots, "rows are padded and slots are not")
-    if len(target) != 2 or target[1] != shape[1] or ring.device != device:
-        wanted = f"[S, {shape[1]}] on {device}"
+    if len(target) != ring_dims or target[-1] != shape[1] or ring.device != device:
+        wanted = f"[S, {'G, ' * (ring_dims - 2)}{shape[1]}] on {device}"
         raise _wrong(op, "ring", wanted, ring, "the ring was sized for another head count, head size or device")
-    if ring.stride()[1] != 1 and shape[1] > 1:
+    if ring.stride()[-1] != 1 and shape[1] > 1:
         raise _wrong(op, "ring", "rows that are contiguous, that is a column stride of 1", ring, "a ring with its axes in another order")
     if ring.dtype != dtype and ring.dtype not in MATHS_DTYPES:
         wanted = f"float32, bfloat16, float16 or the rows' own {dtype}"

@@ -7,7 +7,7 @@ needs Triton not to be in interpreter mode.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
@@ -54,6 +54,13 @@ def _row_scatter(name: str, rows: str, ring: str, width: int = 4096, column: Any
     else:
         types["stride_col"] = "i64"
     return Case(name, "row_scatter", "row_scatter_kernel", types, constants, not_for)
+
+
+def _row_scatter_layers(name: str, rows: str, ring: str, width: int = 4096, column: Any = 1, not_for: tuple[str, ...] = ()) -> Case:
+    one = _row_scatter(name, rows, ring, width, column, not_for)
+    types = {**dict.fromkeys((f"rows_{layer}_ptr" for layer in range(4)), rows), **one.types, "stride_layer": "i64"}
+    del types["rows_ptr"]
+    return replace(one, kernel="row_scatter_layers_kernel", types=types)
 
 
 def _paged_copy(name: str, bits: str, gather: bool, shape: tuple[int, int, int], tile: tuple[int, int], dim_stride_one: bool) -> Case:
@@ -131,6 +138,9 @@ CASES: tuple[Case, ...] = (
     _row_scatter("row_scatter bf16 to fp16", "*bf16", "*fp16"),
     _row_scatter("row_scatter fp8e5 to bf16", "*fp8e5", "*bf16"),
     _row_scatter("row_scatter fp8e4nv to bf16", "*fp8e4nv", "*bf16", not_for=("cuda sm_80",)),
+    _row_scatter_layers("row_scatter_layers 16 bits", "*i16", "*i16"),
+    _row_scatter_layers("row_scatter_layers fp32 to bf16, strided, odd width", "*fp32", "*bf16", width=577, column="strided"),
+    _row_scatter_layers("row_scatter_layers fp8e4nv to bf16", "*fp8e4nv", "*bf16", not_for=("cuda sm_80",)),
     _paged_copy("paged_copy gather 16 bits", "*i16", True, (8, 16, 128), (16, 128), True),
     _paged_copy("paged_copy scatter 16 bits", "*i16", False, (8, 16, 128), (16, 128), True),
     _paged_copy("paged_copy gather 8 bits, strided, odd", "*u8", True, (3, 12, 80), (16, 128), False),
@@ -148,8 +158,10 @@ CASES: tuple[Case, ...] = (
 )
 
 
-def compile_case(case: Case, target: str) -> Any:
+def compile_case(case: Case, target: str, aligned: bool = False) -> Any:
     """Compile ``case`` for a target of ``TARGETS`` to machine code; the compiled kernel.
+
+    ``aligned``: as for addresses and numbers that are all multiples of 16, which is what lets loads and stores be wide.
 
     Raises:
         Exception: whatever the compiler says.
@@ -160,4 +172,6 @@ def compile_case(case: Case, target: str) -> Any:
     signature = {name: given.pop(name) for name in function.arg_names}
     if given:
         raise KeyError(f"{case.name}: {case.kernel} has no arguments {sorted(given)}")
-    return triton.compile(ASTSource(fn=function, signature=signature, constexprs=case.constants), target=GPUTarget(*TARGETS[target]))
+    attrs = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(signature.values()) if kind[0] in "*i"} if aligned else None
+    source = ASTSource(fn=function, signature=signature, constexprs=case.constants, attrs=attrs)
+    return triton.compile(source, target=GPUTarget(*TARGETS[target]))

@@ -111,6 +111,11 @@ class StoreEngine:
         """Whether :meth:`contains` costs no round trip, so that an engine's step may ask."""
         return self._tier.cheap_exists
 
+    @property
+    def keeps_leases(self) -> bool:
+        """See :class:`Backend`."""
+        return self._tier.keeps_leases
+
     def has_room(self, nbytes: int) -> bool:
         """Whether ``nbytes`` more would be taken at once, neither refused nor held."""
         return self._queue.has_room(nbytes)

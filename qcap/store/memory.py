@@ -131,6 +131,8 @@ class MemoryTier(ObjectTier):
         self._moves_lock = threading.Lock()
         super().__init__(self._bucket, f"memory://{name}")
 
+    keeps_leases = True
+
     @property
     def cheap_exists(self) -> bool:
         """Nothing is asked outside of this process."""

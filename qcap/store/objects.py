@@ -194,6 +194,9 @@ class ObjectTier:
                 raise LayerReplaced(f"{path}: it was replaced or removed while it was read, layer by layer: load it anew") from None
             raise ObjectCorrupt(f"{path}: {error}") from None
 
+    keeps_leases = False
+    """Whether :meth:`rest` can be anything but None."""
+
     def rest(self, header: chunkfile.ChunkHeader) -> Resting | None:
         """The chunk that ``header`` is of, where it lies in page-locked memory of this process: see :meth:`LayerReader.rest`."""
         return None

@@ -138,6 +138,10 @@ class Backend(Protocol):
     def cheap_contains(self) -> bool:
         """Whether :meth:`contains` costs no round trip, so that an engine's step may ask."""
 
+    @property
+    def keeps_leases(self) -> bool:
+        """Whether chunks may rest in the memory that they came in: :meth:`LayerReader.rest`."""
+
     def has_room(self, nbytes: int) -> bool:
         """Whether :meth:`store` would take ``nbytes`` more at once, neither refuse them nor wait."""
 

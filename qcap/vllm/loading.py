@@ -40,7 +40,7 @@ POOL_BYTES = 1 << 30
 """Most host memory for layers on their way in."""
 STAGING_BYTES = 16 << 20
 """Size of the device buffer that a fetched layer's rows pass through."""
-RESTING_BYTES = 32 << 20
+RESTING_BYTES = 64 << 20
 """Size of each of the two device buffers that rows pass through which lie in this process's memory."""
 RESTING_BYTES_CPU = 1 << 20
 READERS = 16
@@ -128,6 +128,8 @@ class LayerLoads:
         host_bytes: memory for layers on their way; see :func:`pool_bytes`.
         lowest: over all tensor-parallel ranks, the least of each value. Each rank calls it as often.
         whole: loads a request at once; raises what went wrong.
+        layered: False for an engine that does not run Python before each layer: then :meth:`at_once` is the only step, nothing is fetched
+            layer by layer, and ``host_bytes`` is not needed.
         streams: of the device; for tests.
         resting_bytes: of each of the two device buffers for chunks in memory; None takes :data:`RESTING_BYTES`, less on the CPU and where
             the pages are fewer.
@@ -143,20 +145,21 @@ class LayerLoads:
         host_bytes: int,
         lowest: Callable[[list[int]], list[int]],
         whole: Callable[[LoadRequest], None],
+        layered: bool = True,
         streams: Streams | None = None,
         resting_bytes: int | None = None,
     ) -> None:
         self._geometry, self._backend, self._lowest, self._whole = geometry, backend, lowest, whole
         cuda = device.type == "cuda"
         row = CacheKind.KV.planes * geometry.hidden(CacheKind.KV) * geometry.torch_dtype.itemsize
-        self._layer_row = row
+        self._layer_row, self.layered = row, layered
         streams = streams or streams_for(device)
         connector = build(
             table,
             engine="vllm",
             device=device.type,
             layerwise=True,
-            staging_tokens=max(STAGING_BYTES // row, geometry.block_size) if cuda else 0,
+            staging_tokens=max(STAGING_BYTES // row, geometry.block_size) if cuda and layered else 0,
             store_staging=False,
         )
         assert isinstance(connector, LayerConnector)
@@ -194,6 +197,12 @@ class LayerLoads:
             self._start([entry for entry in self._entries if entry.problem is None])
         except Exception as error:
             self._fail_all(error)
+
+    def at_once(self, loads: Sequence[LoadRequest]) -> list[LoadOutcome]:
+        """All of a step's loads: what is queued on the current stream from here on sees them."""
+        self.begin(loads)
+        self.layer(self._geometry.num_layers - 1)
+        return self.end()
 
     def layer(self, index: int) -> None:
         """Layer ``index`` is about to be computed: what is queued on the current stream from here on sees its loaded rows.
@@ -353,7 +362,7 @@ class LayerLoads:
 
     def _lend(self, tokens: int, layers: int) -> LentLayers | None:
         planes, hidden, dtype = CacheKind.KV.planes, self._geometry.hidden(CacheKind.KV), self._geometry.torch_dtype
-        if layers * tokens * self._layer_row > self.arena.nbytes:
+        if not self.layered or layers * tokens * self._layer_row > self.arena.nbytes:
             return None  # the arena would make page-locked memory now, which takes longer than a load
         with torch.inference_mode(False):  # steps run in inference mode, the threads that write to the layers do not
             block = self.arena.take((layers, planes, tokens, hidden), dtype)

@@ -27,7 +27,7 @@ from qcap.store.tiers import Backend, LoadedChunk
 from qcap.tokens import chunk_key
 from qcap.vllm.hooks import QueryHooks, attention_layers, engine_ropes, refusal, slot_mapping_of, why_layers_pass_unseen
 from qcap.vllm.layouts import CacheGroup, certify
-from qcap.vllm.loading import LayerLoads, check_edits, check_record, edits_digest, first_to_check, pool_bytes
+from qcap.vllm.loading import LayerLoads, LoadOutcome, check_edits, check_record, edits_digest, first_to_check, pool_bytes
 
 DEFAULT_RING_BYTES = 512 << 20
 SMALL_STEP_ROWS = 512
@@ -229,12 +229,16 @@ class WorkerSide:
         return self._config.host_bytes or min(max(wanted, 256 << 20), 8 << 30, max(_available_bytes() // 4, 256 << 20))
 
     def _make_layer_loads(self, geometry: Geometry, backend: Backend, device: torch.device, arena: HostArena) -> LayerLoads | None:
-        """The pipeline of ``qcap.layerwise``; None if it is not wanted, or cannot be: loads are then whole before the forward pass."""
-        if not self._config.layerwise or self._config.load == "off" or self._pages is None:
+        """The pipeline of ``qcap.layerwise``, or what loads chunks at once from where they lie in this process's memory; None if there is
+        nothing to load, or only what is read whole."""
+        if self._config.load == "off" or self._pages is None:
             return None
-        why = why_layers_pass_unseen(self._vllm_config)
+        layered = self._config.layerwise
+        why = why_layers_pass_unseen(self._vllm_config) if layered else ""
         if why:
             logger.warning("qcap.layerwise is off, stored KV is loaded whole before a forward pass: %s", why)
+            layered = False
+        if not layered and not (backend.keeps_leases and arena.pinned):
             return None
         host_bytes = pool_bytes(
             geometry,
@@ -244,8 +248,9 @@ class WorkerSide:
             available=_available_bytes(),
         )
         loads = LayerLoads(
-            geometry, backend, self._pages.table, device=device, host_bytes=host_bytes, lowest=self._lowest, whole=self._load_whole
-        )
+            geometry, backend, self._pages.table, device=device, host_bytes=host_bytes if layered else 1, lowest=self._lowest,
+            whole=self._load_whole, layered=layered,
+        )  # fmt: skip
         arena.watch(loads.poll)  # chunks are loaded from where they lie in it
         return loads
 
@@ -368,8 +373,12 @@ class WorkerSide:
         if step is None or not step.loads:
             return
         loads, self._step = step.loads, None
-        if self._layer_loads is not None:
-            self._layer_loads.begin(loads)
+        pipeline = self._layer_loads
+        if pipeline is not None:
+            if pipeline.layered:
+                pipeline.begin(loads)
+            else:
+                self._note_loads(pipeline.at_once(loads))
             return
         for load in loads:
             loaded: list[LoadedChunk] = []
@@ -398,16 +407,21 @@ class WorkerSide:
         loads = self._layer_loads
         if loads is None or not loads.active:
             return
-        for outcome in loads.end(lost=lost):
-            if outcome.problem is not None:
-                self._load_failed(outcome.load, outcome.problem)
-                continue
-            self.counters["load.tokens"] += outcome.load.end - outcome.load.start
-            self.counters["load.layerwise"] += outcome.layerwise
+        self._note_loads(loads.end(lost=lost))
         if loads.unseen:
             logger.warning("qcap.layerwise is off from now on: a forward pass ran without asking for its layers, and was done in vain")
             self._layer_loads = None
             loads.close()
+
+    def _note_loads(self, outcomes: Sequence[LoadOutcome]) -> None:
+        assert self._layer_loads is not None
+        for outcome in outcomes:
+            if outcome.problem is not None:
+                self._load_failed(outcome.load, outcome.problem)
+                continue
+            self.counters["load.tokens"] += outcome.load.end - outcome.load.start
+            self.counters["load.layerwise"] += outcome.layerwise and self._layer_loads.layered
+            self.counters["load.resting"] += outcome.resting
 
     def _load_failed(self, load: LoadRequest, error: Exception) -> None:
         """The blocks hold garbage: vLLM computes them, and nothing that this step computed on them is stored."""

@@ -248,3 +248,312 @@ def test_more_elements_than_32_bits_count(pair, cuda):
     wide = torch.zeros(num_slots, width, dtype=torch.float8_e5m2, device=cuda)
     pair("row_scatter")[0](ring, torch.arange(num_slots, device=cuda), wide)  # rows past 2**31 elements too
     assert torch.equal(wide.view(torch.uint8), bits)
+
+
+# row_scatter_layers: several layers in one launch
+
+
+def layers_by_hand(rows, slots, ring):
+    ring = ring.clone()
+    for layer, layer_rows in enumerate(rows):
+        ring[:, layer] = by_hand(layer_rows, slots, ring[:, layer])
+    return ring
+
+
+def rows_of_layers(layers, shape, dtype, device):
+    """Rows that differ from layer to layer, each at an address of its own."""
+    return [make_rows((layers, *shape), torch.float32, device)[layer].to(dtype) + layer for layer in range(layers)]
+
+
+def check_layers(function, guarded, same_bits, rows, slots, num_slots, dtype, first=1, layers_after=1):
+    """Into layers ``first``.. of a ring with others around them; all of it is compared. Twice: on a GPU the second launch is direct."""
+    last = first + len(rows)
+    whole, ring_all = guarded((num_slots, last + layers_after, rows[0].shape[1]), dtype, POISON)
+    before = whole.clone()
+    start, ring = ring_all.storage_offset(), ring_all[:, first:last]
+    wanted = whole.clone()
+    wanted[start : start + ring_all.numel()].view(ring_all.shape)[:, first:last] = layers_by_hand(rows, slots, ring)
+    assert function(rows, slots, ring) is None
+    same_bits(whole, wanted)
+    whole.copy_(before)
+    function(rows, slots, ring)
+    same_bits(whole, wanted)
+    return ring
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4])
+def test_layers_land_in_their_layer(load, device, guarded, same_bits, layers):  # R24 R25 R26
+    rows = rows_of_layers(layers, (4, 16), torch.float32, device)
+    slots = slots_of([0, -1, 10, -7], device)
+    ring = check_layers(load("row_scatter", "row_scatter_layers"), guarded, same_bits, rows, slots, 32, torch.float32)
+    for layer in range(layers):
+        assert torch.equal(ring[10, layer], rows[layer][2]) and torch.equal(ring[0, layer], rows[layer][0])
+        assert all(not torch.equal(ring[0, layer], ring[0, other]) for other in range(layer))
+    assert int((ring != POISON).any(dim=2).sum()) == 2 * layers
+
+
+@pytest.mark.parametrize("first", [0, 1, 3])
+@pytest.mark.parametrize("layers_after", [0, 2])
+def test_layers_of_a_bigger_ring(load, device, guarded, same_bits, first, layers_after):
+    rows, slots = rows_of_layers(3, (5, 33), torch.float16, device), slots_of([5, -1, 0, 3, 6], device)
+    check_layers(load("row_scatter", "row_scatter_layers"), guarded, same_bits, rows, slots, 6, torch.bfloat16, first, layers_after)
+
+
+def test_layers_drop_slots_out_of_range(load, device, guarded, same_bits):  # R27 R34
+    function = load("row_scatter", "row_scatter_layers")
+    rows = rows_of_layers(4, (7, 5), torch.float32, device)
+    check_layers(function, guarded, same_bits, rows, slots_of([8, 0, 9, 2**31, 2**40, -(2**40), 1], device), 9, torch.float32)
+    ring = check_layers(function, guarded, same_bits, rows, slots_of([-1, 9, -9, 10, -1, -1, -1], device), 9, torch.float32)
+    assert bool((ring == POISON).all())
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_layers_of_no_row_one_row_and_slots_past_the_rows(load, device, guarded, same_bits, count):  # R32
+    rows = rows_of_layers(4, (count, 8), torch.float32, device)
+    check_layers(load("row_scatter", "row_scatter_layers"), guarded, same_bits, rows, slots_of([1, 3, 0, 2], device), 4, torch.float32)
+
+
+@pytest.mark.parametrize("width", [1, 3, 16, 33, 576, 2049, 4100])
+def test_layers_of_any_width(load, device, guarded, same_bits, width):
+    rows = rows_of_layers(2, (5, width), torch.bfloat16, device)
+    function = load("row_scatter", "row_scatter_layers")
+    check_layers(function, guarded, same_bits, rows, slots_of([5, -1, 0, 3, 6], device), 6, torch.bfloat16)
+
+
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("target", [torch.float32, torch.bfloat16, torch.float16])
+def test_layers_cast(load, device, guarded, same_bits, source, target):  # R28
+    rows = rows_of_layers(3, (4, 24), source, device)
+    check_layers(load("row_scatter", "row_scatter_layers"), guarded, same_bits, rows, slots_of([2, 0, -1, 1], device), 3, target)
+
+
+@pytest.mark.parametrize("source", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("target", [None, torch.float32, torch.bfloat16])
+def test_layers_of_float8_rows(load, device, source, target):
+    if source == torch.float8_e4m3fn and device.type == "cuda" and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("float8_e4m3fn is cast by compute capability 8.9 and up")
+    rows = [(torch.arange(-20, 20, device=device).view(4, 10) + layer).float().to(source) for layer in range(2)]
+    ring = torch.zeros(3, 2, 10, device=device).to(target or source)
+    load("row_scatter", "row_scatter_layers")(rows, slots_of([2, 0, -1, 1], device), ring)
+    for layer in range(2):
+        got, wanted = ring[:, layer], rows[layer].view(torch.uint8)[[1, 3, 0]]
+        assert torch.equal(got, wanted.view(source).to(target)) if target else torch.equal(got.contiguous().view(torch.uint8), wanted)
+
+
+def test_layers_are_copied_bit_for_bit(load, device):  # NaN payloads and -0.0 survive; stamps are wider than a float holds
+    bits = torch.tensor([[0x7FC1, 0x7F81, -32768, 1, -1, 0x7F80]], dtype=torch.int16, device=device)
+    ring, slots = torch.zeros(2, 2, 6, dtype=torch.bfloat16, device=device), slots_of([1], device)
+    load("row_scatter", "row_scatter_layers")([bits.view(torch.bfloat16), bits.flip(1).view(torch.bfloat16)], slots, ring)
+    assert torch.equal(ring.view(torch.int16)[1], torch.cat([bits, bits.flip(1)]))
+    stamps = torch.zeros(2, 2, 1, dtype=torch.int64, device=device)
+    load("row_scatter", "row_scatter_layers")([torch.tensor([[2**62 + 1]], device=device), slots.view(1, 1)], slots, stamps)
+    assert stamps.flatten().tolist() == [0, 0, 2**62 + 1, 1]
+
+
+def test_layers_of_strided_rows(load, device, guarded, same_bits):  # R31
+    fused = [tensor.contiguous() for tensor in rows_of_layers(3, (6, 100), torch.float32, device)]
+    slots = slots_of([3, 1, -1, 0, 2, 5], device)
+    cuts = (
+        lambda t: t[:, :32],
+        lambda t: t[:, 37:70],
+        lambda t: t[::2, :32],
+        lambda t: t[:, ::3],
+        lambda t: t.t().contiguous().t(),
+        lambda t: t[:1, :32].expand(6, 32),
+    )
+    for cut in cuts:
+        rows = [cut(tensor) for tensor in fused]
+        assert rows[0].numel() > 0 and rows[0].stride() != (rows[0].shape[1], 1)
+        check_layers(load("row_scatter", "row_scatter_layers"), guarded, same_bits, rows, slots, 5, torch.bfloat16)
+
+
+def test_layers_at_addresses_of_any_alignment(load, device, guarded, same_bits):  # also within one tensor, and one of them twice
+    fused, slots = make_rows((6, 100), torch.bfloat16, device), slots_of([3, 1, -1, 0, 2, 5], device)
+    for starts in ((0, 8, 16, 24), (0, 8, 16, 1), (3, 8, 16, 64), (0, 2, 4, 6), (16, 5), (8, 8)):
+        rows = [fused[:, start : start + 32] for start in starts]
+        check_layers(load("row_scatter", "row_scatter_layers"), guarded, same_bits, rows, slots, 5, torch.bfloat16)
+
+
+def test_layers_whose_strides_count_for_nothing(load, device, guarded, same_bits):
+    """One row has no row stride, one column no column stride, whatever the tensors say."""
+    function, wide = load("row_scatter", "row_scatter_layers"), make_rows((3, 20), torch.float32, device)
+    rows = [wide[:1, :8], wide[2, :8].view(1, 8)]
+    assert rows[0].stride() != rows[1].stride()
+    check_layers(function, guarded, same_bits, rows, slots_of([2], device), 4, torch.float32)
+    rows = [wide.as_strided((3, 1), (20, 1)), wide.as_strided((3, 1), (20, 5), 1)]
+    check_layers(function, guarded, same_bits, rows, slots_of([2, 0, 1], device), 4, torch.float32)
+
+
+def test_a_ring_with_layers_outermost(load, device):  # any slot and layer stride
+    rows, slots = rows_of_layers(2, (3, 8), torch.float32, device), slots_of([4, -1, 0], device)
+    ring = torch.full((3, 5, 9), float(POISON), device=device).transpose(0, 1)[:, 1:, 1:]
+    wanted = layers_by_hand(rows, slots, ring)
+    load("row_scatter", "row_scatter_layers")(rows, slots, ring)
+    assert torch.equal(ring, wanted) and bool((ring._base[:, :, 0] == POISON).all()) and bool((ring._base[0] == POISON).all())
+
+
+@pytest.mark.parametrize("which", ["slots", "layers", "rows"])
+def test_layers_at_offsets_of_more_than_32_bits(load, device, which):
+    """As for one layer: a 32-bit offset would land before the first."""
+    try:
+        storage = torch.empty(2**32 + 2**31 + 64, dtype=torch.float8_e5m2, device=device)
+    except RuntimeError as error:
+        pytest.skip(f"no room for 6 GiB: {error}")
+    function, bits = load("row_scatter", "row_scatter_layers"), torch.uint8
+    near = [torch.arange(1 + layer, 41 + layer, device=device).view(5, 8).float().to(torch.float8_e5m2) for layer in range(4)]
+    if which == "rows":
+        far = [storage[2**31 + 16 * layer :].as_strided((5, 8), (2**30, 1)) for layer in range(2)]
+        for layer in range(2):
+            far[layer].copy_(near[layer])
+        ring = torch.zeros(5, 2, 8, dtype=torch.float8_e5m2, device=device)
+        function(far, slots_of([1, 0, 3, 4, 2], device), ring)
+    else:
+        shape, strides = ((5, 2, 8), (2**30, 16, 1)) if which == "slots" else ((5, 4, 8), (16, 2**30 + 2**28, 1))
+        ring = storage[2**31 :].as_strided(shape, strides)
+        assert sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) >= 2**31
+        ring.view(bits).zero_()
+        function([tensor.clone() for tensor in near[: shape[1]]], slots_of([1, 0, 3, 4, 2], device), ring)
+    for layer in range(ring.shape[1]):
+        assert torch.equal(ring.view(bits)[[1, 0, 3, 4, 2], layer], near[layer].view(bits))
+
+
+def good_layers(device):
+    rows = [torch.zeros(4, 8, device=device) for _ in range(3)]
+    return {"rows": rows, "ring_slots": torch.zeros(4, dtype=torch.int64, device=device), "ring": torch.zeros(6, 3, 8, device=device)}
+
+
+def other_rows(change):
+    """Only the last layer's rows are changed."""
+    return lambda rows: [*rows[:-1], change(rows[-1])]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("rows", lambda rows: [], "1 to 4"),
+        ("rows", lambda rows: (rows * 2)[:5], "1 to 4"),
+        ("rows", lambda rows: rows[:2], "[S, 2, H]"),
+        ("rows", lambda rows: [t.view(4, 2, 4) for t in rows], "not flattened"),
+        ("rows", lambda rows: [t.double() for t in rows], "float64"),
+        ("rows", lambda rows: [t[:, :4] for t in rows], "(6, 3, 8)"),
+        ("rows", other_rows(lambda t: t[:, :4]), "rows[2]"),
+        ("rows", other_rows(lambda t: t[:3]), "rows[2]"),
+        ("rows", other_rows(lambda t: t.view(4, 2, 4)), "rows[2]"),
+        ("rows", other_rows(lambda t: t.bfloat16()), "bfloat16"),
+        ("rows", other_rows(lambda t: t.to("meta")), "meta"),
+        ("rows", other_rows(lambda t: torch.cat([t, t])[::2]), "(16, 1)"),
+        ("rows", other_rows(lambda t: t.t().contiguous().t()), "(1, 4)"),
+        ("ring_slots", lambda t: t.int(), "int32"),
+        ("ring_slots", lambda t: t[:3], "at least 4"),
+        ("ring_slots", lambda t: torch.cat([t, t])[::2], "stride"),
+        ("ring", lambda t: t[:, 0], "(6, 8)"),
+        ("ring", lambda t: t[:, :2], "(6, 2, 8)"),
+        ("ring", lambda t: t.view(6, 3, 2, 4), "(6, 3, 2, 4)"),
+        ("ring", lambda t: t[:, :, :7], "(6, 3, 7)"),
+        ("ring", lambda t: torch.cat([t, t], dim=2)[:, :, ::2], "column stride"),
+        ("ring", lambda t: t.to("meta"), "meta"),
+        ("ring", lambda t: t.to(torch.float8_e5m2), "scale"),
+        ("ring", lambda t: t.int(), "int32"),
+    ],
+)
+def test_wrong_layers(device, name, change, words):  # R33
+    from qcap import kernels
+    from qcap.kernels.row_scatter import row_scatter_layers
+
+    arguments = good_layers(device)
+    for function in (kernels.row_scatter_layers, row_scatter_layers):
+        function(**arguments)
+    arguments[name] = change(arguments[name])
+    for function in (kernels.row_scatter_layers, row_scatter_layers):
+        with pytest.raises(ValueError, match="Likely cause") as error:
+            function(**arguments)
+        said = str(error.value)
+        assert words in said and "wanted" in said and "got" in said and said.startswith("row_scatter_layers: ")
+
+
+def test_the_package_scatters_layers_too(device):  # by the kernel on a GPU, by the reference elsewhere
+    from qcap import kernels
+
+    rows, slots = rows_of_layers(4, (5, 8), torch.float32, device), slots_of([5, -1, 0, 3, 6], device)
+    ring = torch.full((6, 4, 8), float(POISON), device=device)
+    wanted = layers_by_hand(rows, slots, ring)
+    kernels.row_scatter_layers(tuple(rows), slots, ring)
+    assert torch.equal(ring, wanted)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4])
+def test_layers_are_one_launch(pair, device, monkeypatch, layers):
+    import sys
+
+    launcher, calls = pair("row_scatter", "row_scatter_layers")[0], []
+    monkeypatch.setattr(sys.modules["qcap.kernels.row_scatter"], "_launch_layers", lambda *args: calls.append(args))
+    rows = rows_of_layers(layers, (3, 4100), torch.bfloat16, device)
+    launcher(rows, slots_of([1, 0, -1], device), torch.zeros(2, layers, 4100, device=device))
+    ((grid, tensors, dtypes, numbers, constants, _),) = calls
+    assert grid == (3, 2, layers) and [tensor.data_ptr() for tensor in tensors[:layers]] == [t.data_ptr() for t in rows]
+    assert len(tensors) == len(dtypes) == 6 and all(tensor.dtype == dtype for tensor, dtype in zip(tensors, dtypes, strict=True))
+    assert numbers == (2, 4100, 1, layers * 4100, 4100) and constants == (4100, 4096)
+
+
+def test_the_layers_kernel_takes_pointers_then_numbers_then_constants(pair):  # the order in which Launch passes them
+    import inspect
+    import sys
+
+    pair("row_scatter")
+    kernel = sys.modules["qcap.kernels.row_scatter"].row_scatter_layers_kernel
+    names = list(inspect.signature(kernel.fn).parameters)
+    assert [name.endswith("_ptr") for name in names] == [True] * 6 + [False] * 7
+    assert [name.isupper() for name in names] == [False] * 11 + [True] * 2
+
+
+_PTX = """
+import json, re
+from qcap.kernels import compile_check as check
+cases = {case.name: case for case in check.CASES if case.name in ("row_scatter 16 bits", "row_scatter_layers 16 bits")}
+ptx = {name: check.compile_case(case, "cuda sm_90", aligned=True).asm["ptx"] for name, case in cases.items()}
+print(json.dumps({name: re.findall(r"\\b(?:ld|st)[.]global[.a-z0-9]*", text) for name, text in ptx.items()}))
+"""
+
+
+def test_loads_and_stores_are_16_bytes_wide():
+    """4096 elements of 16 bits by 128 threads: 4 wide loads each, under way before the slot is looked up, and 4 wide stores."""
+    import json
+    import os
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", _PTX], cwd=root, env=env, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert len(found) == 2
+    for accesses in found.values():
+        assert accesses == ["ld.global.v4.b32"] * 4 + ["ld.global.b64"] + ["st.global.v4.b32"] * 4
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4])
+def test_layers_replay_in_a_graph(pair, cuda, captured, layers):  # C36 A31
+    kernel, reference = pair("row_scatter", "row_scatter_layers")
+    fused, slots = [torch.randn(33, 3 * 96, device=cuda) for _ in range(layers)], torch.arange(40, device=cuda)
+    rows = [tensor[:, 96:192] for tensor in fused]
+    ring_all = torch.full((50, layers + 2, 96), POISON, dtype=torch.bfloat16, device=cuda)
+    replay = captured(lambda: kernel(rows, slots, ring_all[:, 1 : 1 + layers]))
+    for _ in range(2):
+        for tensor in fused:
+            tensor.normal_()
+        slots.copy_(torch.randperm(60, device=cuda)[:40] - 5)
+        ring_all.fill_(POISON)
+        replay()
+        wanted = torch.full_like(ring_all, POISON)
+        reference(rows, slots, wanted[:, 1 : 1 + layers])
+        assert torch.equal(ring_all, wanted) and (ring_all != POISON).any()
+
+
+def test_layers_launch_in_silence(pair, cuda, silent):  # A31
+    fused, slots = [torch.randn(33, 3 * 96, device=cuda) for _ in range(3)], torch.arange(33, device=cuda)
+    rows = [tensor[:, 96:192] for tensor in fused]
+    for dtype in (torch.float32, torch.bfloat16):  # a copy and a cast
+        ring = torch.zeros(50, 4, 96, dtype=dtype, device=cuda)
+        silent(lambda ring=ring: pair("row_scatter", "row_scatter_layers")[0](rows, slots, ring[:, 1:]))

@@ -36,6 +36,8 @@ class FakeBackend:
 
     cheap_contains = True
 
+    keeps_leases = False
+
     def edit_of(self, key):
         return self.objects[key][0].edit if key in self.objects else None
 

@@ -98,6 +98,7 @@ class RecordingBackend:
         self._thread.start()
 
     cheap_contains = True
+    keeps_leases = False
 
     def edit_of(self, key: Any) -> str | None:
         return self.objects[key][0].edit if key in self.objects else None

@@ -124,8 +124,12 @@ def test_ncu_output_is_split_into_cases():
 def test_summary_says_how_much_slower_than_off():
     figures = {("ttft 8 ms", "off"): [100.0, 90.0, 110.0], ("ttft 8 ms", "both"): [103.0], ("decode tok/s", "both"): [99.0]}
     figures[("decode tok/s", "off")] = [100.0]
+    figures[("ttft 9 ms", "off")], figures[("ttft 9 ms", "off again")], figures[("ttft 9 ms", "both")] = [100.0], [102.0], [104.03]
     rows = {(row["measure"], row["config"]): row for row in engine.summary(figures, {"commit": "c"})}
     assert rows["ttft 8 ms", "both"]["slower_pct"] == pytest.approx(3.0)
+    assert rows["ttft 9 ms", "off again"]["slower_pct"] == pytest.approx(2.0) and rows["ttft 9 ms", "both"]["slower_pct"] == pytest.approx(
+        3.0
+    )
     assert rows["decode tok/s", "both"]["slower_pct"] == pytest.approx(100 / 99 * 100 - 100)
     assert rows["ttft 8 ms", "off"]["slower_pct"] is None and rows["ttft 8 ms", "off"]["commit"] == "c"
 
@@ -238,8 +242,15 @@ def test_warm_up_rounds_are_no_figures():
 
 def test_engines_take_turns_and_get_the_same_prompts():
     children = FakeChildren()
-    list(engine.capture_round(children, ["off", "both"], [8], 4))
-    assert children.asked == [(c, *what) for what in (("ttft", 8, "8 4"), ("decode", "decode 4")) for c in ("off", "both")]
+    got = list(engine.capture_round(children, ["off", "both"], [8], 4))
+    turns = [("both", "False"), ("off", "True"), ("off", "False")]  # the second of the three is first in round 4
+    assert children.asked == [
+        (c, *what, f"{seed} {again}") for *what, seed in (("ttft", 8, "8 4"), ("decode", "decode 4")) for c, again in turns
+    ]
+    assert [config for config, _ in got] == ["both", "off again", "off"] * 2
+    children = FakeChildren()
+    list(engine.capture_round(children, ["query", "both"], [], 3))
+    assert [config for config, *_ in children.asked] == ["both", "query"]
     children = FakeChildren()
     got = list(layerwise.load_round(children, ["layerwise", "whole", "off"], 512, [64], 3))
     named = [(config, name) for config, name, *_ in children.asked]

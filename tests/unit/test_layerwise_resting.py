@@ -422,7 +422,9 @@ class Store:
 class Rig:
     """Two sequences of three chunks each; of each, positions ``start..end`` are loaded."""
 
-    def __init__(self, monkeypatch=None, *, cheap: bool = True, seed: int = 0, host_bytes: int = 1 << 16, **shelf) -> None:
+    def __init__(
+        self, monkeypatch=None, *, cheap: bool = True, seed: int = 0, host_bytes: int = 1 << 16, layered: bool = True, **shelf
+    ) -> None:
         self.layers, self.g, self.table = 4, geometry(4), pages(4, seed=seed)
         self.shelf = Shelf(4, [2, 1, 3], seed)
         self.store = Store(self.shelf, cheap)
@@ -433,7 +435,7 @@ class Rig:
         self.lowest = list
         self.loads = LayerLoads(
             self.g, self.store, self.table, device=torch.device("cpu"), host_bytes=host_bytes, lowest=lambda values: self.lowest(values),
-            whole=self.wholes.append, streams=self.streams, resting_bytes=3 * N * 2 * H * 4,
+            whole=self.wholes.append, streams=self.streams, resting_bytes=3 * N * 2 * H * 4, layered=layered,
         )  # fmt: skip
         self.blocks = random.Random(seed).sample(range(40), 6 * CH // N)
         self.tokens = [tuple(range(100 * i, 100 * i + 3 * CH)) for i in (1, 2)]
@@ -506,6 +508,32 @@ def test_a_load_of_which_some_chunks_lie_elsewhere_is_fetched(rig, elsewhere: se
     assert [(o.problem, o.layerwise, o.resting) for o in outcomes] == [(None, True, False), (None, True, True)]
     assert r.is_loaded(0) and r.is_loaded(1)
     assert sorted(r.store.reads) == [(chunk, layer) for chunk in range(3) for layer in range(4)]
+
+
+def test_an_engine_without_layers_loads_at_once_from_there(rig) -> None:
+    r = rig(layered=False)
+    outcomes = r.loads.at_once([r.load(0, N, 3 * CH - N), r.load(1)])
+    assert [(o.problem, o.resting) for o in outcomes] == [(None, True)] * 2 and not r.loads.active and not r.loads.unseen
+    assert r.is_loaded(0, N, 3 * CH - N) and r.is_loaded(1) and not r.store.reads and not r.wholes and r.shelf.lent() == 0
+
+
+def test_an_engine_without_layers_reads_whole_what_lies_elsewhere(rig) -> None:
+    r = rig(layered=False)
+    r.store.elsewhere = {0}
+    first = r.load(0)
+    outcomes = r.loads.at_once([first, r.load(1)])
+    assert [(o.problem, o.layerwise, o.resting) for o in outcomes] == [(None, False, False), (None, True, True)]
+    assert r.wholes == [first] and r.is_loaded(1) and not r.store.reads and r.loads.arena.high_water == 0
+
+
+def test_what_is_loaded_at_once_is_waited_for(rig, monkeypatch) -> None:
+    for seed in range(8):
+        r = rig(monkeypatch, layered=False, seed=seed)
+        assert [o.problem for o in r.loads.at_once([r.load(0), r.load(1)])] == [None] * 2
+        found: list[bool] = []
+        r.streams.push(lambda r=r, found=found: found.append(r.is_loaded(0) and r.is_loaded(1)))
+        r.streams.run()
+        assert found == [True]
 
 
 def test_chunks_that_cannot_be_held(rig) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -10,3 +12,11 @@ def row_scatter(rows: torch.Tensor, ring_slots: torch.Tensor, ring: torch.Tensor
     slots = ring_slots[: rows.shape[0]]
     keep = (slots >= 0) & (slots < ring.shape[0])
     ring[slots[keep]] = rows[keep].to(ring.dtype)
+
+
+def row_scatter_layers(rows: Sequence[torch.Tensor], ring_slots: torch.Tensor, ring: torch.Tensor) -> None:
+    """Write ``rows[g][i]`` to ``ring[ring_slots[i], g]``, dropping slots that are negative or past the ring's end."""
+    slots = ring_slots[: rows[0].shape[0]]
+    keep = (slots >= 0) & (slots < ring.shape[0])
+    for layer, layer_rows in enumerate(rows):
+        ring[slots[keep], layer] = layer_rows[keep].to(ring.dtype)
