@@ -37,6 +37,8 @@ RESIDENT_STEPS = 2
 """Small steps whose rows fit into the resident part: one is written while the one before leaves."""
 MAX_WINDOWS = 8
 MAX_TOGETHER = 8
+RECORDED_TOGETHER = 4
+"""Layers that one launch of a recorded graph puts away: in a decode step the launches are most of what capture costs the device."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ class StreamingQueryFeature(QueryBooks):
         padded_rows: rows that an engine's largest forward pass has, padding included.
         stager: the way to the host; its arena holds a step's rows.
         host_bytes: bound on rows that wait in ordinary memory for their chunk to fill. Only with an arena that does not wait.
+        layers_keep: while a graph is recorded, a layer's queries stay what they are until later layers, as long as they are referred to.
         debug: after each step, wait for the device and compare how many rows it found with how many were announced.
     """
 
@@ -147,6 +150,7 @@ class StreamingQueryFeature(QueryBooks):
         stager: PageStager,
         counters: Counter[str],
         host_bytes: int,
+        layers_keep: bool = False,
         debug: bool = False,
     ) -> None:
         super().__init__(geometry, counters)
@@ -173,6 +177,8 @@ class StreamingQueryFeature(QueryBooks):
         self._leaving = _Leaving(device)  # resident rows on their way
         self._leaving_large = _Leaving(device)  # and rows of the windows
         self._together = self._places = 1  # layers that leave in one copy, and such groups that the windows hold
+        self._layers_keep = layers_keep and self._cuda
+        self._recorded: list[torch.Tensor] = []  # queries of the last layers, put away with the next ones
         self._next_small = 0
         self._rows: StepRows | None = None
         self._record: StepRecord | None = None  # of the step that was committed
@@ -262,6 +268,7 @@ class StreamingQueryFeature(QueryBooks):
         if large and not self.active:
             return  # a profiling run: too large for any graph
         if layer == 0:
+            self._recorded = []
             self._seen_rows, self._slots = rows, self._ring_slots[:rows]
             stamps = self._stamps_large if large else self._stamps_small
             if large and self._stamps_free is not None:
@@ -287,12 +294,30 @@ class StreamingQueryFeature(QueryBooks):
             target = self._window_views.get(first)
             if target is None:
                 target = self._window_views[first] = self.windows[first : first + self._count]
+        elif self._layers_keep and not self.active and torch.cuda.is_current_stream_capturing():
+            self._record_layer(layer, query.reshape(rows, width))
+            return
         else:
             target = self._resident_layers[layer]
         kernels.row_scatter(query.reshape(rows, width), self._slots, target)
         self._calls += 1
         if large and not self._cuda:
             self._flush(layer + 1)
+
+    def _record_layer(self, layer: int, query: torch.Tensor) -> None:
+        """Part of a graph: several layers in one launch. What is referred to here is not given to anyone else meanwhile."""
+        recorded = self._recorded
+        if recorded and (recorded[0].stride() != query.stride() or recorded[0].dtype != query.dtype):
+            self._put_recorded(layer)
+        self._recorded.append(query)
+        self._calls += 1
+        if len(self._recorded) == RECORDED_TOGETHER or layer + 1 == self._geometry.num_layers:
+            self._put_recorded(layer + 1)
+
+    def _put_recorded(self, end: int) -> None:
+        """Put away the queries that are kept: of the layers below ``end``."""
+        recorded, self._recorded = self._recorded, []
+        kernels.row_scatter_layers(recorded, self._slots, self.resident[:, end - len(recorded) : end])
 
     def layer_done(self, layer: int) -> None:
         """Rows of layers up to ``layer`` may leave, if Python brought them here."""

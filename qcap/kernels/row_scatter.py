@@ -124,7 +124,7 @@ def row_scatter_layers(rows: Sequence[torch.Tensor], ring_slots: torch.Tensor, r
         return
     seen, kept = first.dtype, ring.dtype
     if seen == kept:
-        pass
+        seen = kept = _BITS[seen.itemsize]  # as above
     block = block_width(width)
     grid = (num_rows, (width + block - 1) // block, num_layers)
     numbers = (num_slots, stride_row, stride_col, stride_slot, stride_layer)

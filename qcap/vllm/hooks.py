@@ -54,6 +54,21 @@ def why_layers_pass_unseen(vllm_config: Any) -> str:
     return ""
 
 
+def queries_outlive_their_layer(vllm_config: Any) -> bool:
+    """Whether a layer's queries stay what they are, as long as someone refers to them, until later layers have run: in what a graph of a
+    whole forward pass records, and only there (graphs of pieces share their memory whoever refers to it).
+
+    So it is where each piece between two attentions is compiled by itself, or nothing is. A compiler that sees the attention from inside
+    plans the memory of what it reads, and uses it again.
+    """
+    config = vllm_config.compilation_config
+    mode = getattr(config, "mode", None)
+    if mode == 0:
+        return True
+    split = any("unified_attention" in op for op in getattr(config, "splitting_ops", None) or ())
+    return bool(mode == 3 and split and not getattr(config, "use_inductor_graph_partition", True))
+
+
 def engine_ropes() -> list[Any]:
     """The rotary embedding modules of this process (vLLM keeps one of each kind); empty if there are none, or vLLM moved them."""
     rotary_embedding = sys.modules.get("vllm.model_executor.layers.rotary_embedding")  # a model that rotates has imported it

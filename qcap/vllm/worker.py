@@ -25,7 +25,15 @@ from qcap.rope import rope_from_hf_config
 from qcap.store.metrics import RateLimitedLog
 from qcap.store.tiers import Backend, LoadedChunk
 from qcap.tokens import chunk_key
-from qcap.vllm.hooks import QueryHooks, attention_layers, engine_ropes, refusal, slot_mapping_of, why_layers_pass_unseen
+from qcap.vllm.hooks import (
+    QueryHooks,
+    attention_layers,
+    engine_ropes,
+    queries_outlive_their_layer,
+    refusal,
+    slot_mapping_of,
+    why_layers_pass_unseen,
+)
 from qcap.vllm.layouts import CacheGroup, certify
 from qcap.vllm.loading import LayerLoads, LoadOutcome, check_edits, check_record, edits_digest, first_to_check, pool_bytes
 
@@ -315,6 +323,7 @@ class WorkerSide:
             stager=stager,
             counters=self.counters,
             host_bytes=stager.arena.nbytes,
+            layers_keep=queries_outlive_their_layer(self._vllm_config),
             debug=self._config.debug,
         )
 

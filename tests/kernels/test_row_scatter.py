@@ -449,6 +449,7 @@ def other_rows(change):
         ("ring", lambda t: t[:, 0], "(6, 8)"),
         ("ring", lambda t: t[:, :2], "(6, 2, 8)"),
         ("ring", lambda t: t.view(6, 3, 2, 4), "(6, 3, 2, 4)"),
+        ("ring", lambda t: t[:, :, None], "(6, 3, 1, 8)"),
         ("ring", lambda t: t[:, :, :7], "(6, 3, 7)"),
         ("ring", lambda t: torch.cat([t, t], dim=2)[:, :, ::2], "column stride"),
         ("ring", lambda t: t.to("meta"), "meta"),
@@ -481,18 +482,46 @@ def test_the_package_scatters_layers_too(device):  # by the kernel on a GPU, by 
     assert torch.equal(ring, wanted)
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3, 4])
-def test_layers_are_one_launch(pair, device, monkeypatch, layers):
+@pytest.fixture
+def layers_launches(pair, monkeypatch):
+    """(launcher, what it has launched); nothing runs."""
     import sys
 
     launcher, calls = pair("row_scatter", "row_scatter_layers")[0], []
     monkeypatch.setattr(sys.modules["qcap.kernels.row_scatter"], "_launch_layers", lambda *args: calls.append(args))
+    return launcher, calls
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 4])
+def test_layers_are_one_launch(layers_launches, device, layers):
+    launcher, calls = layers_launches
     rows = rows_of_layers(layers, (3, 4100), torch.bfloat16, device)
     launcher(rows, slots_of([1, 0, -1], device), torch.zeros(2, layers, 4100, device=device))
     ((grid, tensors, dtypes, numbers, constants, _),) = calls
     assert grid == (3, 2, layers) and [tensor.data_ptr() for tensor in tensors[:layers]] == [t.data_ptr() for t in rows]
     assert len(tensors) == len(dtypes) == 6 and all(tensor.dtype == dtype for tensor, dtype in zip(tensors, dtypes, strict=True))
     assert numbers == (2, 4100, 1, layers * 4100, 4100) and constants == (4100, 4096)
+
+
+def test_a_copy_of_layers_sees_bits_and_a_cast_sees_floats(layers_launches, device):
+    launcher, calls = layers_launches
+    for source, target, seen in (
+        (torch.float8_e4m3fn, torch.float8_e4m3fn, (torch.uint8, torch.uint8)),
+        (torch.bfloat16, torch.bfloat16, (torch.int16, torch.int16)),
+        (torch.float32, torch.float32, (torch.int32, torch.int32)),
+        (torch.float8_e5m2, torch.bfloat16, (torch.float8_e5m2, torch.bfloat16)),
+    ):
+        rows = [torch.zeros(3, 8, dtype=source, device=device)] * 2
+        launcher(rows, slots_of([1, 0, -1], device), torch.zeros(2, 2, 8, dtype=target, device=device))
+        assert calls.pop()[2] == (seen[0],) * 4 + (torch.int64, seen[1])
+
+
+def test_nothing_to_scatter_is_no_launch(layers_launches, device):  # R32: a grid of none is an error on a GPU
+    launcher, calls = layers_launches
+    for count, width, num_slots in ((0, 8, 4), (2, 0, 4), (2, 8, 0), (2, 8, 4)):
+        rows = [torch.zeros(count, width, device=device)] * 3
+        launcher(rows, slots_of([0, 1], device), torch.zeros(num_slots, 3, width, device=device))
+        assert len(calls) == (count * width * num_slots > 0)
 
 
 def test_the_layers_kernel_takes_pointers_then_numbers_then_constants(pair):  # the order in which Launch passes them

@@ -15,7 +15,9 @@ import threading
 import time
 import zlib
 from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -832,11 +834,27 @@ class Sim:
             fused[: len(q_slots), :H] = values(q_hashes, layer, 2)
             query = fused[:, :H].view(-1, HEADS, D)
             if len(query):
-                self.worker._on_query(layer, NAMES[layer], query, mapping)
+                with self._recording(graph, len(query)):
+                    self.worker._on_query(layer, NAMES[layer], query, mapping)
             if self.o.layerwise:
                 self.worker.layer_done(NAMES[layer])
         if graph and self.query in self.capture.features and not (self.streaming and self.query._large):
             self.query._calls = 0  # a replayed graph: the kernels ran, Python did not
+
+    @contextmanager
+    def _recording(self, graph: bool, rows: int) -> Iterator[None]:
+        """A replayed graph runs what was recorded while no step was active: several layers are put away together."""
+        query = self.query
+        if not graph or not self.streaming or not query.active or query._large or rows > query.budget.small_rows:
+            yield
+            return
+        capturing, torch.cuda.is_current_stream_capturing = torch.cuda.is_current_stream_capturing, lambda: True
+        self.worker._always_launch, query.active, query._layers_keep = True, False, True
+        try:
+            yield
+        finally:
+            torch.cuda.is_current_stream_capturing = capturing
+            self.worker._always_launch, query.active, query._layers_keep = False, True, False
 
     @torch.inference_mode()
     def warm_up(self) -> None:

@@ -15,7 +15,7 @@ from qcap.config import CaptureConfig
 from qcap.errors import ConfigError, Unsupported
 from qcap.kinds import CacheKind
 from qcap.vllm import worker as worker_module
-from qcap.vllm.hooks import QueryHooks, attention_layers, refusal
+from qcap.vllm.hooks import QueryHooks, attention_layers, queries_outlive_their_layer, refusal
 from qcap.vllm.layouts import CacheGroup, candidates, certify, layer_number, pick_group
 from qcap.vllm.worker import WorkerSide
 
@@ -669,3 +669,22 @@ def test_a_draft_models_layers_are_known_by_name():
     group = SimpleNamespace(kv_cache_spec=FullAttentionSpec(), layer_names=[name(0), f"draft_model.{name(0)}"])
     found = pick_group(SimpleNamespace(kv_cache_groups=[group], num_blocks=B), 4)
     assert list(found.specs) == [name(0)] and found.left_out == {f"draft_model.{name(0)}": "draft-model layer"}
+
+
+# ---- how long queries last ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("config", "last"), [
+    ({"mode": 0}, True),
+    ({"mode": 3, "splitting_ops": ["vllm::unified_attention_with_output"], "use_inductor_graph_partition": False}, True),
+    ({"mode": 3, "splitting_ops": ["vllm.unified_attention"], "use_inductor_graph_partition": False}, True),
+    ({"mode": 3, "splitting_ops": ["vllm::unified_attention_with_output"], "use_inductor_graph_partition": True}, False),
+    ({"mode": 3, "splitting_ops": ["vllm::unified_attention_with_output"]}, False),
+    ({"mode": 3, "splitting_ops": [], "use_inductor_graph_partition": False}, False),
+    ({"mode": 3, "splitting_ops": None, "use_inductor_graph_partition": False}, False),
+    ({"mode": 3, "splitting_ops": ["vllm::mamba_mixer"], "use_inductor_graph_partition": False}, False),
+    ({"mode": 1, "splitting_ops": ["vllm::unified_attention_with_output"], "use_inductor_graph_partition": False}, False),
+    ({}, False),
+])  # fmt: skip
+def test_queries_of_several_layers_are_kept_only_where_nobody_plans_their_memory(config, last):
+    assert queries_outlive_their_layer(SimpleNamespace(compilation_config=SimpleNamespace(**config))) is last

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from qcap import kernels
 from qcap.attribution import LoadRequest, RequestStep, Step, flatten
-from qcap.capture import StreamBudget
+from qcap.capture import HostArena, PageStager, StreamBudget, StreamingQueryFeature
 from qcap.capture.step_rows import Keep, Mover, Piece, Place, StepRecord, StepRows, assemble, wrong_stamps
 from qcap.capture.stream_ledger import StreamLedger
 from qcap.errors import ConfigError, Unsupported
@@ -334,3 +335,42 @@ def test_a_step_that_never_ended_holds_no_memory():
     assert rig.out == 0 and rig.ledger._requests[1].chunks
     rig.run(request(1, 0, 8, [1, 2]), invalid=[1])
     assert rig.out == 0 and rig.take(1, 8) == {}
+
+
+# ---- a recorded graph -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [1, 3, 4, 6, 9])
+@pytest.mark.parametrize("strides", ["one", "two"])
+def test_a_graph_puts_several_layers_away_together(monkeypatch, layers, strides) -> None:
+    launches: list[int] = []
+    real = kernels.row_scatter_layers
+    monkeypatch.setattr(kernels, "row_scatter_layers", lambda rows, *more: launches.append(len(rows)) or real(rows, *more))
+    monkeypatch.setattr(kernels, "row_scatter", None)  # not in a graph
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    g = Geometry(
+        model="m", layer_names=tuple(f"l{i}" for i in range(layers)), num_q_heads=1, num_kv_heads=1, head_size=4, dtype="float32",
+        block_size=N, chunk_size=CH, rope=Rope(rotary_dim=4),
+    )  # fmt: skip
+    stager = PageStager(torch.device("cpu"), HostArena(1 << 20, pinned=False, waits=True))
+    feature = StreamingQueryFeature(
+        g, StreamBudget(8, 8, 0, 16, layers), num_kv_blocks=20, plan_blocks=16, plan_requests=4, padded_rows=10, stager=stager,
+        counters=Counter(), host_bytes=1 << 20,
+    )  # fmt: skip
+    feature._layers_keep = True  # as on a GPU
+    feature.begin(Step(1, (request(1, 0, 6, [7, 3]),)))
+    feature.active = False  # as while a graph is recorded; a replay finds the plan of its step
+    feature.resident.fill_(-7.0)
+    slots = torch.tensor([28, 29, 30, 31, 12, 13, -1])
+    queries = [torch.randn(7, 12)[:, :4] if strides == "one" or layer % 3 else torch.randn(7, 4) for layer in range(layers)]
+    for layer, query in enumerate(queries):
+        feature.on_layer(layer, query.view(7, 1, 4), slots)
+    for layer, query in enumerate(queries):
+        assert torch.equal(feature.resident[:6, layer], query[:6]), f"layer {layer}"
+    assert (feature.resident[6:] == -7.0).all() and not feature._recorded and sum(launches) == layers
+    assert strides == "two" or launches == [4] * (layers // 4) + [layers % 4] * (layers % 4 > 0)
+    feature.on_layer(0, queries[0].view(7, 1, 4), slots)  # a recording that is given up
+    feature.on_layer(0, queries[0].view(7, 1, 4), slots)
+    assert len(feature._recorded) == (layers > 1)
+    feature.quiet()
+    feature.close()
