@@ -11,13 +11,13 @@ import threading
 import time
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 
 import torch
 
-from qcap.attribution import FinishedRequest, Step, TokenUpdate
+from qcap.attribution import FinishedRequest, RequestStep, Step, TokenUpdate
 from qcap.capture.features import Feature, RequestTrack
 from qcap.capture.staging import HostArena, Staged
 from qcap.errors import StoreError, TokenError
@@ -90,6 +90,7 @@ class Capture:
         self._database = ChunkedTokenDatabase(geometry.chunk_size)
         self._tracks: dict[int, RequestTrack] = {}
         self._step: Step | None = None
+        self._ripe: list[RequestStep] = []  # of the step's requests, those that may have a chunk that becomes whole
         self._invalid: set[int] = set()
         self._speculative = False
         self._lock = threading.RLock()  # steps and ends; may be held while the store makes the engine wait
@@ -143,7 +144,8 @@ class Capture:
             self._learn_new()  # of a step that was begun and never ended
             if self._step is not None and not self._speculative:  # it was begun and never ended: what it completed has not been looked at
                 self._behind.update(request.uid for request in self._step.requests)
-            self._step, self._invalid, self._speculative = step, set(), step.speculative
+            self._step, self._invalid, self._speculative, self._ripe = step, set(), step.speculative, []
+            tracks = self._tracks
             gone = set(step.overwritten)
             for uid in (*(done.uid for done in step.finished), *step.preempted) if gone else ():
                 track = self._tracks.get(uid)
@@ -151,15 +153,13 @@ class Capture:
                     del track.block_ids[next((i for i, block in enumerate(track.block_ids) if block in gone), len(track.block_ids)) :]
             new: set[int] = set()
             for request in step.requests:
-                if request.uid not in self._tracks:
-                    self._tracks[request.uid] = RequestTrack(request.uid, request.request_id, request.salt)
+                if request.uid not in tracks:
+                    tracks[request.uid] = RequestTrack(request.uid, request.request_id, request.salt)
                     new.add(request.uid)
             if new and not step.speculative:
                 new.difference_update([done.uid for done in step.finished], step.preempted, step.resampled)
                 self._later = [update for update in step.tokens if update.uid in new]
-            for update in step.tokens:
-                if not self._later or update.uid not in new:
-                    self._learn(update.uid, update.offset, update.ids)
+            self._learn([update for update in step.tokens if update.uid not in new] if self._later else step.tokens)
             for done in step.finished:
                 self.finish(done)
             for uid in step.preempted:
@@ -172,16 +172,21 @@ class Capture:
                     self._drop_waiting(self._tracks[uid], "token-ids-changed", again=True)
                     if not step.speculative:
                         self._behind.add(uid)
+            size, behind = self.geometry.chunk_size, self._behind
             for request in step.requests:
-                track, blocks = self._tracks[request.uid], request.block_ids
-                if request.skip:
-                    track.barred = track.barred or request.skip
-                track.block_ids[request.first_block :] = blocks if type(blocks) is array else array("q", blocks)
-                track.end = request.end
-                if request.admitted:
-                    track.cached_until = max(track.cached_until, request.start)
-                if step.speculative and not request.admitted:
-                    self._collect(track, min(request.start, len(track.tokens) - 1))
+                uid, _, _, start, end, first, blocks, admitted, skip = request  # unpacked: this is run for every request of every step
+                track = tracks[uid]
+                track.block_ids[first:] = blocks if type(blocks) is array else array("q", blocks)
+                track.end = end
+                if skip:
+                    track.barred = track.barred or skip
+                if admitted:
+                    track.cached_until = max(track.cached_until, start)
+                elif step.speculative:
+                    self._collect(track, min(start, len(track.tokens) - 1))
+                # Only a step that passes a chunk's end can make it whole, or the first one after admission, for what others computed.
+                if admitted or end // size != start // size or uid in behind:
+                    self._ripe.append(request)
             if self._tainted:
                 for load in step.loads:  # about to be filled; tainted again if that fails
                     self._tainted.difference_update(load.block_ids[load.start // self.geometry.block_size :])
@@ -194,8 +199,7 @@ class Capture:
 
     def _learn_new(self) -> None:
         later, self._later = self._later, []
-        for update in later:
-            self._learn(update.uid, update.offset, update.ids)
+        self._learn(later)
 
     def _start(self) -> None:
         """The part of a step's beginning that nothing on the device depends on: done once it has work to do, at the latest at the end."""
@@ -215,7 +219,7 @@ class Capture:
         """Chunks that become whole in this step, are not in the store yet, and will find room there."""
         size = self.geometry.chunk_size
         due: list[tuple[RequestTrack, int]] = []
-        for request in step.requests:
+        for request in self._ripe:
             track = self._tracks.get(request.uid)  # None if it ended since the step began
             if track is None or track.barred or request.end // size == request.start // size:
                 continue
@@ -283,14 +287,12 @@ class Capture:
                 with self.guard("closing a step", feature):
                     feature.commit(step.number, sorted(self._invalid))
             if not step.speculative:
-                size = self.geometry.chunk_size
-                for request in step.requests:
-                    # Only a step that passes a chunk's end can make it whole, or the first one after admission, for what others computed.
-                    if request.end // size != request.start // size or request.admitted or request.uid in self._behind:
-                        track = self._tracks.get(request.uid)
-                        if track is not None:  # else it ended between its step and this
-                            self._collect(track, request.end)
-                self._behind.difference_update(request.uid for request in step.requests)
+                for request in self._ripe:
+                    track = self._tracks.get(request.uid)
+                    if track is not None:  # else it ended between its step and this
+                        self._collect(track, request.end)
+                if self._behind:
+                    self._behind.difference_update(request.uid for request in step.requests)
             for feature in list(self.features):
                 with self.guard("closing a step", feature):
                     feature.end()
@@ -392,20 +394,27 @@ class Capture:
 
     # ---- token ids and ends -------------------------------------------------------------------------------------------------------
 
-    def _learn(self, uid: int, offset: int, ids: Sequence[int]) -> None:
-        track = self._tracks.get(uid)
-        if track is None:
-            return
-        known = len(track.tokens)
-        if offset > known:
-            track.barred = track.barred or "token-ids-unknown"
-            return
-        if offset < known and list(track.tokens[offset : offset + len(ids)]) != list(ids[: known - offset]):
-            track.barred = track.barred or "token-ids-changed"
-            return
-        track.tokens.extend(ids[known - offset :])
-        if len(track.tokens) // self.geometry.chunk_size <= len(track.chunks):
-            return
+    def _learn(self, updates: Iterable[TokenUpdate]) -> None:
+        tracks, size = self._tracks, self.geometry.chunk_size
+        for uid, offset, ids in updates:
+            track = tracks.get(uid)
+            if track is None:
+                continue
+            known = len(track.tokens)
+            if offset > known:
+                track.barred = track.barred or "token-ids-unknown"
+                continue
+            if offset < known:
+                if track.tokens[offset : offset + len(ids)] != list(ids[: known - offset]):
+                    track.barred = track.barred or "token-ids-changed"
+                    continue
+                ids = ids[known - offset :]
+            track.tokens.extend(ids)
+            if len(track.tokens) // size > len(track.chunks):
+                self._extend(track)
+
+    def _extend(self, track: RequestTrack) -> None:
+        """More whole chunks of token ids are known: publish those that waited for that."""
         track.chunks = self._database.extend(track.chunks, track.tokens)
         for kind, waiting in track.waiting.items():
             for index in [i for i in waiting if i < len(track.chunks)]:
@@ -420,7 +429,7 @@ class Capture:
         with self._lock:
             self._learn_new()
             if update is not None:
-                self._learn(update.uid, update.offset, update.ids)
+                self._learn([update])
             self.finish(done)
 
     def finish(self, done: FinishedRequest) -> None:

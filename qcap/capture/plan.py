@@ -29,6 +29,7 @@ class PlanBuffer:
         size = -(-(_HEADER + 4 * num_requests + num_blocks) // _ROUND) * _ROUND
         self._cuda = device.type == "cuda"
         self.device = torch.zeros(size, dtype=torch.int64, device=device)
+        self._count = self.device[:1]
         self._hosts = [torch.zeros(size, dtype=torch.int64, pin_memory=self._cuda) for _ in range(4 * _GROUP if self._cuda else 1)]
         self._arrays = [host.numpy() for host in self._hosts]
         self._views: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
@@ -59,4 +60,4 @@ class PlanBuffer:
 
     def quiet(self) -> None:
         """Plan nothing."""
-        self.device[:1].zero_()
+        self._count.zero_()

@@ -82,14 +82,22 @@ class StepRecord:
         bad: those whose rows were computed on bad data.
     """
 
-    __slots__ = ("bad", "index", "place", "refs", "shared")
+    __slots__ = ("_index", "bad", "place", "refs", "shared", "uids")
 
     def __init__(self, uids: Sequence[int], place: Place, bad: frozenset[int]) -> None:
-        self.index = dict(zip(uids, range(len(uids)), strict=True))
+        self.uids = uids
+        self._index: dict[int, int] | None = None
         self.place: Place | None = place
         self.bad = bad
         self.refs = 0
         self.shared: list[tuple[int, int, int]] = []  # (uid, first, last): rows that another request's chunk took
+
+    @property
+    def index(self) -> dict[int, int]:
+        """Request -> its number in ``place``. Most records are let go with a chunk's, many at once, and never asked."""
+        if self._index is None:
+            self._index = dict(zip(self.uids, range(len(self.uids)), strict=True))
+        return self._index
 
     def release(self, count: int = 1) -> None:
         """``count`` chunks less need it. Called by the engine's thread alone."""

@@ -30,14 +30,45 @@ class Shared:
     last: int
 
 
-@dataclass
+@dataclass(slots=True)
 class _Rows:
     """What is known of one request: who brought rows, by chunk; chunks that have been staged or given up; and chunks that cannot become
-    whole (their first rows were never computed here, and nobody has them), which hold nothing unless they are computed from their start."""
+    whole (their first rows were never computed here, and nobody has them), which hold nothing unless they are computed from their start.
+
+    ``growing`` is what ``chunks`` has of the chunk ``[first, last)`` that rows came for last, so that a decode step finds it at once.
+    """
 
     chunks: dict[int, list[StepRecord | Shared]] = field(default_factory=dict)
     staged: set[int] = field(default_factory=set)
     dead: set[int] = field(default_factory=set)
+    growing: list[StepRecord | Shared] = field(default_factory=list)
+    first: int = 0
+    last: int = 0
+
+    def add(self, record: StepRecord, begin: int, until: int, size: int) -> int:
+        """``record`` has rows of positions ``[begin, until)``. Returns how many chunks hold it for that."""
+        held = 0
+        for chunk in range(begin // size, (until - 1) // size + 1):
+            if chunk in self.dead:
+                if begin > chunk * size:
+                    continue
+                self.dead.discard(chunk)
+            if chunk not in self.staged:
+                self.growing = self.chunks.setdefault(chunk, [])
+                self.growing.append(record)
+                self.first, self.last = chunk * size, (chunk + 1) * size
+                held += 1
+        return held
+
+    def stage(self, chunk: int) -> None:
+        """Nothing is added to ``chunk`` any more."""
+        self.staged.add(chunk)
+        self.first = self.last = 0
+
+    def drop(self, chunk: int) -> None:
+        """Let go of what is held of ``chunk``."""
+        _release(self.chunks.pop(chunk, ()))
+        self.first = self.last = 0
 
 
 @dataclass(frozen=True)
@@ -90,7 +121,7 @@ class StreamLedger:
                 self._owner[list(_written(request, n))] = -1
             elif request.admitted and request.uid in self._requests:
                 self._forget_blocks(request.uid)
-        table, block_ids, total, rows, _ = flat
+        table, block_ids, _, total, rows, _ = flat
         if total != len(block_ids):
             raise Unsupported(f"the step's requests write {total} KV blocks and name {len(block_ids)}")
         begin = table.size
@@ -113,11 +144,11 @@ class StreamLedger:
         """The planned step runs, and its rows will be in ``source``."""
         self._open = step, self._flat, source.hold()
         requests = self._requests
-        for request in step.requests:
-            if request.uid not in requests and not request.skip and request.end > request.start:
-                requests[request.uid] = _Rows()
+        for uid in self._flat.uids:
+            if uid not in requests:
+                requests[uid] = _Rows()
         if self._flat.special and any(r.admitted and r.start and not r.skip for r in step.requests):
-            self._note_blocks(step, self._flat)
+            self._note_blocks(self._flat)
             for request in step.requests:
                 if request.admitted and request.start and not request.skip:
                     self._note_shared(request)
@@ -129,8 +160,8 @@ class StreamLedger:
                 rows = self._requests.setdefault(request.uid, _Rows())
                 for chunk in range(request.start // self._size, -(-request.end // self._size)):
                     if chunk not in rows.staged:
-                        self.release_chunk(request.uid, chunk)
-                        rows.staged.add(chunk)
+                        rows.drop(chunk)
+                        rows.stage(chunk)
                         self._on_skip(request.uid, chunk, reason)
         self._owner[self._flat.block_ids] = -1
 
@@ -147,7 +178,7 @@ class StreamLedger:
             return None
         (step, flat, opened), self._open = self._open, None
         source: StepRows | None = opened
-        uids = [r.uid for r in step.requests if r.end > r.start and not r.skip]
+        uids = flat.uids
         start, end, row = flat.table[:, 1:].T.tolist()
         if bad.issuperset(uids):  # none of its rows counts: only that they are no longer what they were
             opened.drop()
@@ -158,20 +189,13 @@ class StreamLedger:
             rows = requests.get(uid)
             if rows is None:  # it ended between the step and this
                 continue
-            for chunk in range(begin // size, (until - 1) // size + 1):
-                if chunk in rows.dead:
-                    if begin > chunk * size:
-                        continue
-                    rows.dead.discard(chunk)
-                if chunk not in rows.staged:
-                    known = rows.chunks.get(chunk)
-                    if known is None:
-                        rows.chunks[chunk] = [record]
-                    else:
-                        known.append(record)
-                    refs += 1
+            if rows.first <= begin and until <= rows.last:
+                rows.growing.append(record)
+                refs += 1
+            else:
+                refs += rows.add(record, begin, until, size)
         record.refs = refs + 1  # our own, until the end of this
-        self._note_blocks(step, flat)
+        self._note_blocks(flat)
         self._attach_shared()
         if flat.special:
             self._bury(step)
@@ -186,14 +210,16 @@ class StreamLedger:
             if rows is None or not request.admitted or request.start == begin or chunk in rows.staged or chunk in rows.dead:
                 continue
             if _cover(rows.chunks.get(chunk, []), request.uid, begin, request.start) is None:
-                self.release_chunk(request.uid, chunk)
+                rows.drop(chunk)
                 rows.dead.add(chunk)
 
-    def needed(self, record: StepRecord) -> list[Keep]:
-        """What of a step's rows is needed still."""
+    def needed(self, record: StepRecord) -> list[Keep] | None:
+        """What of a step's rows is needed still; None for at least half of them, which :meth:`Mover.move` moves as one."""
         keep, place, size = [], record.place, self._size
         if place is None:
             return []
+        if place.source is not None and 2 * (record.refs - len(record.shared)) >= place.source.rows.shape[0]:
+            return None  # without a loop: each chunk that holds it for its own request needs at least a row that no other such chunk does
         for uid, i in record.index.items():
             rows, begin, until = self._requests.get(uid), place.start[i], place.end[i]
             spans = [(first, last) for owner, first, last in record.shared if owner == uid]
@@ -222,14 +248,17 @@ class StreamLedger:
         for uid in (*step.preempted, *step.resampled):
             self._forget_blocks(uid)
 
-    def _note_blocks(self, step: Step, flat: FlatStep) -> None:
+    def _note_blocks(self, flat: FlatStep) -> None:
         """Whose rows the KV blocks that the step writes stand for."""
-        if flat.rows:
-            uids = np.array([r.uid for r in step.requests if r.end > r.start and not r.skip])
-            place, first = flat.table[:, 0], flat.start // self._n
+        if not flat.rows:
+            return
+        uids, index = np.array(flat.uids), flat.start // self._n
+        if flat.blocks > len(uids):  # else one block each, as when all decode
+            place = flat.table[:, 0]
             counts = np.diff(place, append=flat.blocks)
-            self._owner[flat.block_ids] = np.repeat(uids, counts)
-            self._index[flat.block_ids] = self._first_places(flat.blocks) + np.repeat(first - place, counts)
+            uids, index = np.repeat(uids, counts), self._first_places(flat.blocks) + np.repeat(index - place, counts)
+        self._owner[flat.block_ids] = uids
+        self._index[flat.block_ids] = index
 
     def _forget_blocks(self, uid: int) -> None:
         """``uid`` starts over: the KV blocks that it had keep what it computed then, and its rows may become others."""
@@ -273,7 +302,7 @@ class StreamLedger:
             if begin + size <= final_tokens and chunk not in rows.staged:
                 cover = _cover(rows.chunks[chunk], uid, begin, begin + size)
                 if cover is not None:
-                    rows.staged.add(chunk)
+                    rows.stage(chunk)
                     found.append(WholeChunk(chunk, tuple(record.piece(whose, a, b, a - begin) for record, whose, a, b in cover)))
         return found
 
@@ -281,7 +310,7 @@ class StreamLedger:
         """Let go of what ``uid`` holds of ``chunk``."""
         rows = self._requests.get(uid)
         if rows is not None:
-            _release(rows.chunks.pop(chunk, ()))
+            rows.drop(chunk)
 
     def forget_staged(self, uid: int, chunk: int) -> None:
         """``chunk`` was taken but could not be used: it may be taken again, if its rows come again."""

@@ -6,11 +6,11 @@ import itertools
 import logging
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from qcap.attribution import FinishedRequest, LoadRequest, RequestStep, Step, TokenUpdate, flatten
+from qcap.attribution import FinishedRequest, LoadRequest, RequestStep, Step, TokenUpdate, flatten, request_step, token_update
 from qcap.config import CaptureConfig
 from qcap.errors import QcapError, TokenError
 from qcap.kinds import CacheKind
@@ -41,7 +41,7 @@ class KeyParts:
         return [ChunkKey(kind.model_name(self.model), self.tp_size, rank, self.dtype, digest, salt) for rank in range(self.tp_size)]
 
 
-@dataclass
+@dataclass(slots=True)
 class _Followed:
     uid: int
     request: Any
@@ -97,6 +97,7 @@ class SchedulerSide:
         self._load_failed: set[str] = set()
         self._failed_salts: set[str] = set()
         self._block_pool: Any = None
+        self._discards_counted = False  # by this engine, as async_tokens_to_discard of a request
         self._bad: dict[tuple[str, str], float] = {}  # (salt, digest) -> when a load of it failed
 
     # ---- edits --------------------------------------------------------------------------------------------------------------------
@@ -195,6 +196,7 @@ class SchedulerSide:
             skip = _why_not(request)
             salt = "" if skip == "salt" else getattr(request, "cache_salt", None) or ""
             followed = self._followed[request.request_id] = _Followed(next(_uids), request, salt, skip)
+            self._discards_counted = self._discards_counted or hasattr(request, "async_tokens_to_discard")
         return followed
 
     def allocated(self, request: Any, external_tokens: int) -> None:
@@ -208,39 +210,16 @@ class SchedulerSide:
     def step(self, output: Any) -> Step:
         """What the worker must know of the step that ``output`` (vLLM's SchedulerOutput) describes."""
         self._number += 1
-        requests: list[RequestStep] = []
-        loads: list[LoadRequest] = []
-        cached = output.scheduled_cached_reqs
-        resumed = set(getattr(cached, "resumed_req_ids", ()) or ())
-        for i, request_id in enumerate(cached.req_ids):
-            followed = self._followed.get(request_id)
-            if followed is None:
-                continue
-            new = cached.new_block_ids[i]
-            again = request_id in resumed
-            if again:
-                followed.block_ids = array("q")
-            if new is not None:
-                followed.block_ids.extend(new[self._group])
-            self._plan(followed, cached.num_computed_tokens[i], output, again, requests, loads)
-        for data in output.scheduled_new_reqs:
-            followed = self._followed.get(data.req_id)
-            if followed is None:
-                continue
-            followed.block_ids = array("q", data.block_ids[self._group])
-            self._plan(followed, data.num_computed_tokens, output, True, requests, loads)
-        tokens = [*self._last_tokens, *(update for f in self._followed.values() if (update := self._known(f)) is not None)]
+        scheduled = self._scheduled(output)
+        requests, loads = self._plan(scheduled, output.num_scheduled_tokens)
+        tokens = [*self._last_tokens, *_learned(self._followed.values())]
         finished, self._finished, self._last_tokens = self._finished, [], []
         preempted = {f.uid: f for i in (output.preempted_req_ids or ()) if (f := self._followed.get(i)) is not None}
-        resampled = [  # 0.24 counts the tokens to throw away, 0.32 has a flag
-            f.uid
-            for f in self._followed.values()
-            if getattr(f.request, "async_tokens_to_discard", 0) or (f.uid in preempted and getattr(f.request, "drop_stale_output", False))
-        ]
-        scheduled = {r.uid for r in requests}
-        for uid, followed in preempted.items():
-            if uid not in scheduled:
-                followed.block_ids = array("q")
+        if preempted:
+            again = {followed.uid for _, followed, _, _ in scheduled}
+            for uid, followed in preempted.items():
+                if uid not in again:
+                    followed.block_ids = array("q")
         return Step(
             self._number,
             tuple(requests),
@@ -249,54 +228,81 @@ class SchedulerSide:
             tuple(preempted),
             tuple(loads),
             speculative=self._speculative,
-            resampled=tuple(resampled),
+            resampled=tuple(self._resampled(preempted)),
             overwritten=_overwritten(output),
             flat=flatten(requests, self._block_size) if self._config.query else None,
         )
 
-    def _plan(
-        self, followed: _Followed, start: int, output: Any, admitted: bool, requests: list[RequestStep], loads: list[LoadRequest]
-    ) -> None:
-        request_id = followed.request.request_id
-        end = start + output.num_scheduled_tokens.get(request_id, 0)
-        followed.admitted = True
-        followed.computed = max(followed.computed, end)
-        n, size = self._block_size, self._config.chunk_size
-        first = 0 if admitted else start // size * (size // n)
-        blocks = followed.block_ids[first : -(-end // n)]
-        skip = followed.skip or followed.bar
-        if not skip and len(blocks) != -(-end // n) - first:
-            skip = "block-table-unknown"
-        requests.append(RequestStep(followed.uid, request_id, followed.salt, start, end, first, blocks, admitted, skip))
-        if followed.load is not None:
-            begin, until = followed.load
-            followed.load = None
-            chunks = followed.chunks[: -(-until // size)]
-            followed.loading = tuple(c.digest for c in chunks)
-            loads.append(
-                LoadRequest(
-                    followed.uid,
-                    request_id,
-                    followed.salt,
-                    begin,
-                    until,
-                    tuple(followed.block_ids[: until // n]),
-                    tuple(c.digest for c in chunks),
-                    tuple(followed.request.all_token_ids[: chunks[-1].end]),
-                )
-            )
+    def _scheduled(self, output: Any) -> list[tuple[str, _Followed, int, bool]]:
+        """(id, request, first position, whether it was just admitted) of those that the step computes; their block tables are brought up
+        to date."""
+        found: list[tuple[str, _Followed, int, bool]] = []
+        followed_ids, group, cached = self._followed, self._group, output.scheduled_cached_reqs
+        resumed = set(getattr(cached, "resumed_req_ids", ()) or ())
+        for request_id, new, start in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+            followed = followed_ids.get(request_id)
+            if followed is None:
+                continue
+            again = request_id in resumed
+            if again:
+                followed.block_ids = array("q")
+            if new is not None:
+                followed.block_ids.extend(new[group])
+            found.append((request_id, followed, start, again))
+        for data in output.scheduled_new_reqs:
+            followed = followed_ids.get(data.req_id)
+            if followed is not None:
+                followed.block_ids = array("q", data.block_ids[group])
+                found.append((data.req_id, followed, data.num_computed_tokens, True))
+        return found
 
-    @staticmethod
-    def _known(followed: _Followed) -> TokenUpdate | None:
-        """Token ids since the last time. Placeholders of asynchronous scheduling are not among a request's ids."""
-        if followed.skip or not followed.admitted:
-            return None
-        ids = followed.request.all_token_ids
-        if len(ids) <= followed.told:
-            return None
-        update = TokenUpdate(followed.uid, followed.told, tuple(ids[followed.told :]))
-        followed.told = len(ids)
-        return update
+    def _plan(
+        self, scheduled: Sequence[tuple[str, _Followed, int, bool]], counts: Mapping[str, int]
+    ) -> tuple[list[RequestStep], list[LoadRequest]]:
+        """What each request computes and loads. One loop: it is run for every request of every step."""
+        requests: list[RequestStep] = []
+        loads: list[LoadRequest] = []
+        n, size = self._block_size, self._config.chunk_size
+        per_chunk = size // n
+        for request_id, followed, start, admitted in scheduled:
+            end = start + counts.get(request_id, 0)
+            followed.admitted = True
+            if end > followed.computed:
+                followed.computed = end
+            first, last = 0 if admitted else start // size * per_chunk, -(-end // n)
+            blocks = followed.block_ids[first:last]
+            skip = followed.skip or followed.bar
+            if not skip and len(blocks) != last - first:
+                skip = "block-table-unknown"
+            requests.append(request_step((followed.uid, request_id, followed.salt, start, end, first, blocks, admitted, skip)))
+            if followed.load is not None:
+                loads.append(self._load_request(followed, *followed.load))
+                followed.load = None
+        return requests, loads
+
+    def _load_request(self, followed: _Followed, start: int, end: int) -> LoadRequest:
+        chunks = followed.chunks[: -(-end // self._config.chunk_size)]
+        followed.loading = tuple(c.digest for c in chunks)
+        return LoadRequest(
+            followed.uid,
+            followed.request.request_id,
+            followed.salt,
+            start,
+            end,
+            tuple(followed.block_ids[: end // self._block_size]),
+            followed.loading,
+            tuple(followed.request.all_token_ids[: chunks[-1].end]),
+        )
+
+    def _resampled(self, preempted: Mapping[int, _Followed]) -> list[int]:
+        """Requests whose tokens in flight are thrown away: 0.24 counts them, 0.32 has a flag."""
+        if not (preempted or self._discards_counted):
+            return []
+        return [
+            f.uid
+            for f in self._followed.values()
+            if getattr(f.request, "async_tokens_to_discard", 0) or (f.uid in preempted and getattr(f.request, "drop_stale_output", False))
+        ]
 
     # ---- ends ---------------------------------------------------------------------------------------------------------------------
 
@@ -306,7 +312,7 @@ class SchedulerSide:
         self._load_failed.discard(request.request_id)
         if followed is None or not followed.admitted:
             return None
-        update = self._known(followed)
+        update = next(iter(_learned([followed])), None)
         total = len(request.all_token_ids)
         fed = total if getattr(request, "pooling_params", None) is not None else total - 1  # a sampled last token is never fed
         done = FinishedRequest(
@@ -337,6 +343,19 @@ class SchedulerSide:
         """Let go of the store."""
         if self._backend is not None:
             self._backend.close()
+
+
+def _learned(followed: Iterable[_Followed]) -> list[TokenUpdate]:
+    """Token ids since the last time. Placeholders of asynchronous scheduling are not among a request's ids."""
+    updates: list[TokenUpdate] = []
+    for f in followed:
+        if f.admitted and not f.skip:
+            told = f.told
+            ids = tuple(f.request.all_token_ids[told:])
+            if ids:
+                f.told = told + len(ids)
+                updates.append(token_update((f.uid, told, ids)))
+    return updates
 
 
 def _overwritten(output: Any) -> tuple[int, ...]:

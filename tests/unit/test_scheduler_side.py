@@ -177,6 +177,17 @@ def test_preempted_and_resumed_in_one_step():  # reset_prefix_cache
     assert rig.side._followed["a"].block_ids.tolist() == [9, 4]
 
 
+def test_discarded_tokens_that_the_engine_counts():  # 0.24, in every step until they have come and gone
+    rig = Rig()
+    request = make_request(prompt=range(7), async_tokens_to_discard=0)
+    uid = rig.admit(request, [7, 2], 7).requests[0].uid
+    assert rig.step().resampled == ()
+    request.async_tokens_to_discard = 2
+    assert rig.step().resampled == (uid,) and rig.step().resampled == (uid,)
+    request.async_tokens_to_discard = 0
+    assert rig.step().resampled == ()
+
+
 def test_drafts_are_rows_like_others():
     rig = Rig(speculative=True)
     request = make_request(prompt=range(7))

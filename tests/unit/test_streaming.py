@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from qcap import kernels
-from qcap.attribution import LoadRequest, RequestStep, Step, flatten
-from qcap.capture import HostArena, PageStager, StreamBudget, StreamingQueryFeature
+from qcap.attribution import LoadRequest, RequestStep, Step, TokenUpdate, flatten, request_step, token_update
+from qcap.capture import HostArena, PageStager, StreamBudget, StreamingQueryFeature, stream_ledger
 from qcap.capture.step_rows import Keep, Mover, Piece, Place, StepRecord, StepRows, assemble, wrong_stamps
 from qcap.capture.stream_ledger import StreamLedger
 from qcap.errors import ConfigError, Unsupported
@@ -101,7 +101,7 @@ def test_the_flat_form_of_a_step_is_what_its_requests_say():
 @pytest.mark.parametrize("seed", range(30))
 def test_places_and_rows_count_on_from_one_request_to_the_next(seed):
     rng, n = random.Random(seed), random.Random(seed).choice([1, 3, 4, 16])
-    requests, table, blocks, rows, special = [], [], [], 0, False
+    requests, uids, table, blocks, rows, special = [], [], [], [], 0, False
     for uid in range(rng.randrange(6)):
         start = rng.randrange(60)
         end = start + rng.choice([0, 1, 1, rng.randrange(1, 90)])
@@ -114,9 +114,18 @@ def test_places_and_rows_count_on_from_one_request_to_the_next(seed):
             table.append([len(blocks), start, end, rows])
             blocks += [ids[p // n - first] for p in range(start, end) if p == start or p % n == 0]
             rows += end - start
+            uids.append(uid)
     flat = flatten(requests, n)
+    assert flat.uids == uids
     assert (flat.table.tolist(), flat.block_ids.tolist()) == (table, blocks) and flat.block_ids.dtype == flat.table.dtype == np.int64
     assert (flat.blocks, flat.rows, flat.special) == (len(blocks), rows, special)
+
+
+def test_what_is_made_of_its_fields_is_what_the_constructor_makes():
+    fields = (1, "r1", "salt", 3, 5, 0, array("q", [7, 8]), True, "lora")
+    made, update = request_step(fields), token_update((1, 4, (9,)))
+    assert type(made) is RequestStep and made == RequestStep(*fields) and made.skip == "lora"
+    assert type(update) is TokenUpdate and update == TokenUpdate(1, 4, (9,)) and update.ids == (9,)
 
 
 def test_block_ids_of_another_width_are_not_misread():
@@ -177,6 +186,68 @@ def test_a_step_that_never_ends_takes_away_what_it_wrote_over():  # C35 W5
     assert rig.take(1, 8) == {}
     rig.run(request(1, 4, 8, [1, 2]))
     assert rig.take(1, 8) == {0: rows_of(1, range(4), 1) + rows_of(1, range(4, 8), 4)}
+    rig.ledger.release_all()
+    assert rig.out == 0
+
+
+def needed_positions(ledger, record):
+    """What of a record is needed, counted by hand."""
+    needed = {(uid, p) for uid, first, last in record.shared for p in range(first, last)}
+    for uid, begin, until in zip(record.uids, record.place.start, record.place.end, strict=True):
+        rows = ledger._requests.get(uid)
+        chunks = [] if rows is None else [c for c, entries in rows.chunks.items() if any(entry is record for entry in entries)]
+        needed |= {(uid, p) for p in range(begin, until) if p // CH in chunks}
+    return needed
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_short_ways_of_a_decode_step_are_the_long_one(seed, monkeypatch):
+    """The chunk that grew last is added to without a look-up, and a record that is needed by half is not counted through."""
+    rng, rig, seen, records = random.Random(seed), Rig(), Counter(), []
+    at = dict.fromkeys(range(1, 7), 0)
+    add = stream_ledger._Rows.add
+    monkeypatch.setattr(stream_ledger._Rows, "add", lambda *a: seen.update(["looked up"]) or add(*a))
+    for _ in range(150):
+        some = rng.sample(sorted(at), rng.randrange(1, 6))
+        requests = []
+        for uid in some:
+            if rng.random() < 0.1:
+                at[uid] = max(0, at[uid] - rng.randrange(12))  # computed anew, perhaps from the middle of a chunk
+            end = at[uid] + rng.choice([1, 1, 1, 1, 5, 11])
+            requests.append(request(uid, at[uid], end, range(uid * 14, uid * 14 + -(-end // N)), admitted=rng.random() < 0.1))
+            at[uid] = end % 40
+        record = rig.run(*requests, invalid=[uid for uid in some if rng.random() < 0.05])
+        records += [record] if record is not None and record.place.source is not None else []
+        for uid in rng.sample(sorted(at), 2):
+            what = rng.random()
+            if what < 0.6:
+                for chunk in rig.take(uid, at[uid]):
+                    if rng.random() < 0.3:
+                        rig.ledger.forget_staged(uid, chunk)
+            elif what < 0.7:
+                rig.ledger.release(uid)
+                at[uid] = 0
+            elif what < 0.9:  # whoever asked for them does not come back for them
+                for chunk in rig.ledger.complete(uid, at[uid]):
+                    seen.update(["left behind"])
+                    for piece in chunk.pieces:
+                        piece.drop()
+        for rows in rig.ledger._requests.values():
+            if rows.last:
+                chunk = rows.first // CH
+                assert rows.chunks[chunk] is rows.growing and rows.last == rows.first + CH and chunk not in rows.staged | rows.dead
+        for uid, rows in rig.ledger._requests.items():
+            for entries in rows.chunks.values():
+                assert all(entry.refs > 0 and uid in entry.uids for entry in entries if isinstance(entry, StepRecord))
+        records = [record for record in records if record.place is not None]
+        for record in records:
+            keep, wanted, count = rig.ledger.needed(record), needed_positions(rig.ledger, record), len(record.place.source.stamps)
+            if keep is None:
+                assert 2 * len(wanted) >= count
+            else:
+                assert {(record.uids[k.index], p) for k in keep for p in range(k.first, k.last)} >= wanted
+            seen.update(["all" if keep is None else "some"])
+    assert min(seen[what] for what in ("all", "some", "looked up", "left behind")) > 0
     rig.ledger.release_all()
     assert rig.out == 0
 
