@@ -32,14 +32,30 @@ class StepRows:
 
     Attributes:
         events: device events after which ``rows`` and ``stamps`` are there.
+        memory: what they lie in, if the step's owner made them :meth:`later`.
     """
 
-    def __init__(self, step: int, rows: torch.Tensor, stamps: torch.Tensor, give_back: Callable[[StepRows], None]) -> None:
-        self.step, self.rows, self.stamps = step, rows, stamps
+    rows: torch.Tensor
+    stamps: torch.Tensor
+
+    def __init__(self, step: int, rows: torch.Tensor | None, stamps: torch.Tensor | None, give_back: Callable[[StepRows], None]) -> None:
+        self.step = step
+        if rows is not None and stamps is not None:
+            self.rows, self.stamps = rows, stamps
+        self.memory: torch.Tensor | None = None
         self.events: list[Any] = []
         self._give_back = give_back
         self._lock = threading.Lock()
         self._holders = 1
+
+    @classmethod
+    def later(cls, step: int, give_back: Callable[[StepRows], None]) -> StepRows:
+        """Rows that have no memory yet: it is to be put in place before anybody looks at them."""
+        return cls(step, None, None, give_back)
+
+    def put(self, memory: torch.Tensor, rows: torch.Tensor, stamps: torch.Tensor) -> None:
+        """They are in ``memory``."""
+        self.memory, self.rows, self.stamps = memory, rows, stamps
 
     def bits(self) -> np.ndarray:
         """The rows as integers of their size. NumPy copies on one thread, and lets other threads run meanwhile."""

@@ -154,10 +154,11 @@ class StreamLedger:
                     self._note_shared(request)
 
     def give_up(self, step: Step, reason: str) -> None:
-        """There is no room for this step's rows: the chunks they belong to can no longer become whole, and hold nothing."""
+        """There is no room for the rows of this open step: the chunks they belong to can no longer become whole, and hold nothing."""
+        self.abandon()
         for request in step.requests:
-            if not request.skip and request.end > request.start:
-                rows = self._requests.setdefault(request.uid, _Rows())
+            rows = self._requests.get(request.uid)  # None if it ended meanwhile
+            if rows is not None and not request.skip and request.end > request.start:
                 for chunk in range(request.start // self._size, -(-request.end // self._size)):
                     if chunk not in rows.staged:
                         rows.drop(chunk)

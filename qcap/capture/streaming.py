@@ -181,6 +181,7 @@ class StreamingQueryFeature(QueryBooks):
         self._recorded: list[torch.Tensor] = []  # queries of the last layers, put away with the next ones
         self._next_small = 0
         self._rows: StepRows | None = None
+        self._step: Step | None = None
         self._record: StepRecord | None = None  # of the step that was committed
         self._slots = self._ring_slots[:0]  # those of the rows that layer 0 had
         self._window_views: dict[int, torch.Tensor] = {}  # first row -> as many rows of the windows as the step has: a view has its price
@@ -209,46 +210,44 @@ class StreamingQueryFeature(QueryBooks):
                 f"{self._plan.num_requests} and {self._plan.num_blocks}: the engine's max_num_batched_tokens or max_num_seqs changed"
             )
         large = count > self.budget.small_rows
-        rows = self._reserve(step, count, large)
-        if rows is None:
-            self.ledger.give_up(step, "host-full")
-            return
         if count != self._count:
             self._window_views.clear()
-        self._rows, self._count, self._large = rows, count, large
+        self._step, self._rows, self._count, self._large = step, StepRows.later(step.number, self._give_back), count, large
         if large:  # a step that does not fill a window leaves several layers at a time: fewer calls for the host
             room = len(self.windows) // count
             self._together = max(1, min(MAX_TOGETHER, room // 3))
             self._places = room // self._together
         self._base = 0 if large else self._resident_place(count)
         self._plan.send(step.number, requests, blocks, self._base)
-        self.ledger.open(step, rows)
+        self.ledger.open(step, self._rows)
         if self._counts is not None:
             self._counts.zero_()
             self._announced = (table[2 : 4 * requests : 4] - table[1 : 4 * requests : 4]).copy()
         self.active = True
 
-    def _reserve(self, step: Step, count: int, large: bool) -> StepRows | None:
-        """Host memory for a step's rows: ``[L, rows, H]`` where layers come one by one, ``[rows, L, H]`` where they come at once."""
-        if not self._arena.waits and self.mover.bytes + count * self._geometry.num_layers * self.budget.row_bytes > self._host_bytes:
+    def _reserved(self) -> StepRows | None:
+        """The step's rows, with memory on the host: ``[L, rows, H]`` where layers come one by one, ``[rows, L, H]`` where they come at
+        once. None if there is none left: the step is given up. Made when the first rows leave: the device does not wait for it."""
+        rows, step = self._rows, self._step
+        if rows is None or rows.memory is not None:
+            return rows
+        layers, width, count = self._geometry.num_layers, self._geometry.hidden(CacheKind.QUERY), self._count
+        used = layers * count * self.budget.row_bytes
+        full = not self._arena.waits and self.mover.bytes + used > self._host_bytes
+        nbytes = -(-used // 8) * 8
+        memory = None if full else self._arena.take((nbytes + 8 * count,), torch.uint8)
+        if memory is None:
+            self._drop_step()
+            assert step is not None
+            self.ledger.give_up(step, "host-full")
             return None
-        layers, width = self._geometry.num_layers, self._geometry.hidden(CacheKind.QUERY)
-        nbytes = -(-layers * count * self.budget.row_bytes // 8) * 8
-        piece = self._arena.take((nbytes + 8 * count,), torch.uint8)
-        if piece is None:
-            return None
-        home = (
-            piece[: layers * count * self.budget.row_bytes]
-            .view(self.dtype)
-            .view((layers, count, width) if large else (count, layers, width))
-        )
-        stamps = piece[nbytes:].view(torch.int64)
-        return StepRows(
-            step.number,
-            home.transpose(0, 1) if large else home,
-            stamps,
-            lambda rows: self._arena.give(piece, rows.events[-1] if rows.events else None),
-        )
+        home = memory[:used].view(self.dtype).view((layers, count, width) if self._large else (count, layers, width))
+        rows.put(memory, home.transpose(0, 1) if self._large else home, memory[nbytes:].view(torch.int64))
+        return rows
+
+    def _give_back(self, rows: StepRows) -> None:
+        if rows.memory is not None:
+            self._arena.give(rows.memory, rows.events[-1] if rows.events else None)
 
     def _resident_place(self, count: int) -> int:
         """First of ``count`` resident rows that are next in turn; where they are still on their way out, the device will wait."""
@@ -321,15 +320,15 @@ class StreamingQueryFeature(QueryBooks):
 
     def layer_done(self, layer: int) -> None:
         """Rows of layers up to ``layer`` may leave, if Python brought them here."""
-        if self._large and self.active and self._calls > layer:
+        if self._large and self.active and self._calls > layer and (layer or self._places == 1):  # layer 0 goes with the next: not yet
             self._flush(layer + 1)
 
     def _flush(self, layers: int) -> None:
         """Queue the copies of a large step's groups of layers that end below ``layers``."""
-        rows, total = self._rows, self._geometry.num_layers
-        while rows is not None and self._flushed < total:
+        total = self._geometry.num_layers
+        while self._flushed < total:
             begin, end = self._flushed, min(self._flushed + self._together, total)
-            if end > layers:
+            if end > layers or (rows := self._reserved()) is None:
                 return
             self._flushed = end
             first = self._window_of(begin)
@@ -345,8 +344,7 @@ class StreamingQueryFeature(QueryBooks):
 
     def commit(self, step_number: int, invalid: Sequence[int]) -> None:
         """The forward pass has been queued. In a replayed graph, which only a small step can be, no layer called; else all must have."""
-        rows = self._rows
-        if step_number != self._number or rows is None or not self.active:
+        if step_number != self._number or self._rows is None or not self.active:
             return
         layers = self._geometry.num_layers
         if self._calls % layers or (self._large and self._calls != layers):
@@ -357,6 +355,9 @@ class StreamingQueryFeature(QueryBooks):
             return
         if not self._calls:
             self._counters["query.steps_replayed"] += 1
+        rows = self._reserved()
+        if rows is None:
+            return
         if self._large:
             self._flush(layers)
             self._stager.copy_out(self._stamps_large[: self._count], rows.stamps, keep=True)
@@ -421,7 +422,7 @@ class StreamingQueryFeature(QueryBooks):
         self._record = None
         self.ledger.abandon()
         if rows is not None:
-            if not rows.events:
+            if not rows.events and rows.memory is not None:
                 self._note_events(rows)  # copies that were queued may still run
             rows.drop()
 

@@ -319,6 +319,15 @@ def test_no_room_gives_up_the_chunks_of_the_step_alone():  # A20 A28
     assert list(rig.take(1, 24)) == [2]
 
 
+def test_no_room_for_a_request_that_has_ended_leaves_nothing_behind():  # A20 A28
+    rig = Rig()
+    source = rig.begin(request(1, 0, 9, [1, 2, 3]), request(2, 0, 4, [4]))
+    rig.ledger.release(1)
+    rig.ledger.give_up(Step(1, (request(1, 0, 9, [1, 2, 3]), request(2, 0, 4, [4]))), "host-full")
+    source.drop()
+    assert rig.skipped == [(2, 0, "host-full")] and rig.out == 0 and list(rig.ledger._requests) == [2]
+
+
 # ---- rows on the host -------------------------------------------------------------------------------------------------------------
 
 
