@@ -179,3 +179,15 @@ def test_record() -> None:
 def test_record_that_does_not_fit(changes: dict[str, object]) -> None:
     with pytest.raises(TokenError):
         record(**changes)
+
+
+@pytest.mark.parametrize("tokens", [[0, 1, 2**32 - 1], [2**31, 7], list(range(300)), [5, np.int64(6)], [1, True]])
+def test_a_list_and_an_array_have_the_same_digest(tokens):
+    assert chain_digest(ROOT_DIGEST, tokens) == chain_digest(ROOT_DIGEST, np.array(tokens, dtype=np.int64))
+    assert chain_digest(ROOT_DIGEST, tokens) == chain_digest(ROOT_DIGEST, tuple(tokens))
+
+
+@pytest.mark.parametrize("tokens", [[1, -1], [1, 2**32], [1, 2.5], [1, "2"], [1, None], [1, [2]], [True, False], [2.0, 1]])
+def test_a_list_that_is_no_token_ids_is_refused(tokens):
+    with pytest.raises((TokenError, ValueError)):
+        chain_digest(ROOT_DIGEST, tokens)
