@@ -70,7 +70,8 @@ class CaptureConfig:
             back instead. Key ``qcap.on_pressure``, default ``skip`` (``qcap.vllm.transfer_config`` says ``wait``).
         load: which requests may load stored KV: ``salted`` (those with a cache salt), ``all`` or ``off``.
             Key ``qcap.load``, default ``salted``.
-        layerwise: load and store one layer at a time, while others compute. Key ``qcap.layerwise``, default False.
+        layerwise: load one layer at a time, while others compute (what is stored leaves that way with or without). Key
+            ``qcap.layerwise``, default False.
         blending: load cached segments wherever they stand in a prompt; needs ``layerwise``. Key ``qcap.blending``, default False; no
             engine can do it yet, so :meth:`from_extra` refuses it.
         ring_bytes: device memory for queries on their way to the host. None takes 512 MiB, or what the engine's largest step and graph
@@ -78,6 +79,9 @@ class CaptureConfig:
         ring_blocks: blocks of a resident ring, which holds all layers on the device until a chunk is whole, in place of the streaming
             one. Key ``qcap.q.ring_blocks``.
         ring_depth: steps of the largest size that a resident ring holds. Key ``qcap.q.ring_depth``.
+        recorded_layers: layers whose queries one launch of a recorded graph puts away, 1 to 4. More cost a decode step less, and rely on
+            queries that are still referred to not being written over, which no engine promises: compare captured rows with an eager
+            engine's before you turn it up. Key ``qcap.q.recorded_layers``, default 1.
         debug: count the rows that each step found, and compare; waits for the device. Key ``qcap.debug``, default False.
         host_bytes: bound on chunks waiting in host memory to be written; None takes two steps of the largest size, at least 256 MiB
             and at most 8 GiB. Key ``qcap.host_bytes``.
@@ -95,6 +99,7 @@ class CaptureConfig:
     ring_bytes: int | None = None
     ring_blocks: int | None = None
     ring_depth: int | None = None
+    recorded_layers: int = 1
     debug: bool = False
     host_bytes: int | None = None
     model_name: str | None = None
@@ -102,6 +107,8 @@ class CaptureConfig:
     def __post_init__(self) -> None:
         if self.blending and not self.layerwise:
             raise ConfigError("qcap.blending works a layer at a time: set qcap.layerwise too, or qcap.blending to false")
+        if not 1 <= self.recorded_layers <= 4:
+            raise ConfigError(f"qcap.q.recorded_layers must lie in 1..4, got {self.recorded_layers}")
 
     @classmethod
     def from_extra(cls, extra: Mapping[str, Any]) -> CaptureConfig:
@@ -146,6 +153,7 @@ _PARSERS: dict[str, tuple[str, Any]] = {
     "qcap.q.ring_bytes": ("ring_bytes", _at_least(1)),
     "qcap.q.ring_blocks": ("ring_blocks", lambda key, value: max(1, parse_int(key, value))),
     "qcap.q.ring_depth": ("ring_depth", lambda key, value: max(1, parse_int(key, value))),
+    "qcap.q.recorded_layers": ("recorded_layers", _at_least(1)),
     "qcap.host_bytes": ("host_bytes", _at_least(1)),
     "qcap.model_name": ("model_name", lambda key, value: str(value)),
 }

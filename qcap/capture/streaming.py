@@ -37,8 +37,6 @@ RESIDENT_STEPS = 2
 """Small steps whose rows fit into the resident part: one is written while the one before leaves."""
 MAX_WINDOWS = 8
 MAX_TOGETHER = 8
-RECORDED_TOGETHER = 4
-"""Layers that one launch of a recorded graph puts away: in a decode step the launches are most of what capture costs the device."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,8 @@ class StreamingQueryFeature(QueryBooks):
         padded_rows: rows that an engine's largest forward pass has, padding included.
         stager: the way to the host; its arena holds a step's rows.
         host_bytes: bound on rows that wait in ordinary memory for their chunk to fill. Only with an arena that does not wait.
-        layers_keep: while a graph is recorded, a layer's queries stay what they are until later layers, as long as they are referred to.
+        recorded_layers: so many layers leave in one launch of a recorded graph (in a decode step the launches are most of what
+            capture costs the device). More than 1 only where queries that are referred to stay what they are until then.
         debug: after each step, wait for the device and compare how many rows it found with how many were announced.
     """
 
@@ -150,7 +149,7 @@ class StreamingQueryFeature(QueryBooks):
         stager: PageStager,
         counters: Counter[str],
         host_bytes: int,
-        layers_keep: bool = False,
+        recorded_layers: int = 1,
         debug: bool = False,
     ) -> None:
         super().__init__(geometry, counters)
@@ -171,13 +170,13 @@ class StreamingQueryFeature(QueryBooks):
         self._announced: Any = None
         self.on_device_bytes = budget.nbytes
         self.mover = Mover()
-        self._resting: deque[StepRecord] = deque()  # small steps whose rows are in the arena still: most chunks fill before it does
+        self._resting: deque[StepRecord] = deque()  # of steps whose rows are in the arena still: most chunks fill before it does
         self._arena.watch(lambda: self._relieve(0))
         self.ledger: StreamLedger = StreamLedger(geometry.block_size, geometry.chunk_size, num_kv_blocks, self._on_skip)
         self._leaving = _Leaving(device)  # resident rows on their way
         self._leaving_large = _Leaving(device)  # and rows of the windows
         self._together = self._places = 1  # layers that leave in one copy, and such groups that the windows hold
-        self._layers_keep = layers_keep and self._cuda
+        self._recorded_layers = recorded_layers if self._cuda else 1
         self._recorded: list[torch.Tensor] = []  # queries of the last layers, put away with the next ones
         self._next_small = 0
         self._rows: StepRows | None = None
@@ -293,7 +292,7 @@ class StreamingQueryFeature(QueryBooks):
             target = self._window_views.get(first)
             if target is None:
                 target = self._window_views[first] = self.windows[first : first + self._count]
-        elif self._layers_keep and not self.active and torch.cuda.is_current_stream_capturing():
+        elif self._recorded_layers > 1 and not self.active and torch.cuda.is_current_stream_capturing():
             self._record_layer(layer, query.reshape(rows, width))
             return
         else:
@@ -310,7 +309,7 @@ class StreamingQueryFeature(QueryBooks):
             self._put_recorded(layer)
         self._recorded.append(query)
         self._calls += 1
-        if len(self._recorded) == RECORDED_TOGETHER or layer + 1 == self._geometry.num_layers:
+        if len(self._recorded) == self._recorded_layers or layer + 1 == self._geometry.num_layers:
             self._put_recorded(layer + 1)
 
     def _put_recorded(self, end: int) -> None:
@@ -395,15 +394,17 @@ class StreamingQueryFeature(QueryBooks):
         rows, record = self._rows, self._record
         self._rows = self._record = None
         if rows is not None:
-            if record is not None and record.refs and self._large:
-                self.mover.move(record, rows, self.ledger.needed(record))  # a large step's end would hold all of it
-            elif record is not None and record.refs:
-                self._resting.append(record)
+            if record is not None and record.refs:
+                keep = self.ledger.needed(record) if self._large else None
+                if keep is None:
+                    self._resting.append(record)
+                else:  # the end of a prompt would hold all of its step
+                    self.mover.move(record, rows, keep)
             rows.drop()
         self._relieve(self._arena.nbytes // 2)
 
     def _relieve(self, limit: int) -> bool:
-        """Move the rows of small steps out of the arena, oldest first, until no more than ``limit`` bytes of it are in use (or will be)."""
+        """Move rows that rest out of the arena, oldest first, until no more than ``limit`` bytes of it are in use (or will be)."""
         resting, leaving = self._resting, 0
         while resting and (resting[0].place is None or self._arena.used - leaving > limit):
             record = resting.popleft()

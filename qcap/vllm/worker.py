@@ -323,7 +323,7 @@ class WorkerSide:
             stager=stager,
             counters=self.counters,
             host_bytes=stager.arena.nbytes,
-            layers_keep=queries_outlive_their_layer(self._vllm_config),
+            recorded_layers=self._config.recorded_layers if queries_outlive_their_layer(self._vllm_config) else 1,
             debug=self._config.debug,
         )
 

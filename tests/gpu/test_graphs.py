@@ -48,11 +48,12 @@ def model() -> str:
     return str(tiny_model_path("llama", "bfloat16"))
 
 
-def test_rows_under_graphs(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("recorded_layers", [1, 4])
+def test_rows_under_graphs(model: str, tmp_path: Path, recorded_layers: int) -> None:
     """Acceptance 9: prefill (piecewise) and decode (full graphs) rows of Q and KV. # C36 A31"""
     prompts = jobs.make_prompts([37, 301, 120, 64, 511, 18, 90, 200], 1000, seed=13)
     requests = [{"ids": ids, "n": 130} for ids in prompts]
-    job = {"model": model, "qcap": {"chunk_size": CHUNK}}
+    job = {"model": model, "qcap": {"chunk_size": CHUNK, "q_recorded_layers": recorded_layers}}
     env = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     graphs, eager = f"file://{tmp_path}/graphs", f"file://{tmp_path}/eager"
     first = run_in_process(jobs.serve, {**job, "store": graphs, "engine": engine(False), "batches": [requests]}, timeout_s=400, env=env)

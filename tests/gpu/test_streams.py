@@ -49,7 +49,7 @@ class Rig:
             self.query: StreamingQueryFeature | QueryFeature = StreamingQueryFeature(
                 self.g, StreamBudget(MAX_ROWS, SMALL, windows, H * 4, L), num_kv_blocks=BLOCKS, plan_blocks=limit,
                 plan_requests=64, padded_rows=MAX_ROWS + 8,
-                stager=self.stager, counters=self.counters, host_bytes=1 << 30, layers_keep=True,
+                stager=self.stager, counters=self.counters, host_bytes=1 << 30, recorded_layers=4,
             )  # fmt: skip
         else:
             self.query = QueryFeature(

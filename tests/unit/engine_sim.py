@@ -849,12 +849,12 @@ class Sim:
             yield
             return
         capturing, torch.cuda.is_current_stream_capturing = torch.cuda.is_current_stream_capturing, lambda: True
-        self.worker._always_launch, query.active, query._layers_keep = True, False, True
+        self.worker._always_launch, query.active, query._recorded_layers = True, False, 2
         try:
             yield
         finally:
             torch.cuda.is_current_stream_capturing = capturing
-            self.worker._always_launch, query.active, query._layers_keep = False, True, False
+            self.worker._always_launch, query.active, query._recorded_layers = False, True, 1
 
     @torch.inference_mode()
     def warm_up(self) -> None:

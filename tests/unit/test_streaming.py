@@ -437,7 +437,7 @@ def test_a_graph_puts_several_layers_away_together(monkeypatch, layers, strides)
         g, StreamBudget(8, 8, 0, 16, layers), num_kv_blocks=20, plan_blocks=16, plan_requests=4, padded_rows=10, stager=stager,
         counters=Counter(), host_bytes=1 << 20,
     )  # fmt: skip
-    feature._layers_keep = True  # as on a GPU
+    feature._recorded_layers = 4  # as on a GPU
     feature.begin(Step(1, (request(1, 0, 6, [7, 3]),)))
     feature.active = False  # as while a graph is recorded; a replay finds the plan of its step
     feature.resident.fill_(-7.0)
