@@ -581,3 +581,47 @@ def test_what_the_worker_makes(bench, caplog, full, load, made):
         loads.close()
     worker._config = replace(worker._config, layerwise=False)
     assert worker._make_layer_loads(b.sim.geometry, b.store, device, b.sim.arena) is None, "without the setting nothing changes"
+
+
+# ---- all layers at once --------------------------------------------------------------------------------------------------------------
+
+
+def at_once(b):
+    """An engine that asks for no layers, with a store whose chunks could rest in memory; here they do not."""
+    b.loads.close()
+    b.loads = b.worker._layer_loads = LayerLoads(
+        b.sim.geometry,
+        b.store,
+        b.sim.kv.table,
+        device=torch.device("cpu"),
+        host_bytes=1,
+        lowest=list,
+        whole=b.worker._load_whole,
+        layered=False,
+    )
+    return b
+
+
+def test_a_worker_without_layers_loads_at_once(bench):
+    b = at_once(bench())
+    step = b.two()
+    b.worker.begin(step)
+    b.worker.load()
+    assert all(b.is_loaded(layer, A, 1) and b.is_loaded(layer, B, 2) for layer in range(L)), "before the forward pass"
+    b.forward(step)
+    b.worker.end()
+    assert b.worker.take_failed_blocks() == set() and b.worker._layer_loads is b.loads and not b.loads.unseen
+    assert (b.counters["load.tokens"], b.counters["load.layerwise"], b.counters["load.failed"], b.counters["errors"]) == (32, 0, 0, 0)
+
+
+def test_a_chunk_that_is_gone_fails_its_load_alone(bench):
+    b = at_once(bench())
+    step = b.two()
+    gone = next(key for key, (record, _) in b.store.objects.items() if record.kind is CacheKind.KV and record.token_ids == tuple(IDS[8:16]))
+    del b.store.objects[gone]
+    b.worker.begin(step)
+    b.worker.load()
+    assert b.worker.take_failed_blocks() == set(A) and all(b.is_loaded(layer, B, 2) for layer in range(L))
+    b.forward(step)
+    b.worker.end()
+    assert (b.counters["load.tokens"], b.counters["load.failed"], b.counters["errors"]) == (16, 1, 0)
