@@ -59,6 +59,7 @@ class HostArena:
         self._late: list[tuple[Any, int]] = []  # (event, data_ptr): given back while a copy into it was running
         self._busy: list[Callable[[], bool]] = []
         self._changed = threading.Condition()
+        self._beyond = 0  # pieces of their own that are out: one that is larger than the arena is lent if there is none
         self.used = self.high_water = self.over_budget = 0
 
     @property
@@ -85,13 +86,14 @@ class HostArena:
                         piece = self._block[offset : offset + nbytes].view(dtype).view(shape)
                     self._lend(piece, (offset, size))
                     return piece
-                alone = size > self.nbytes and not self._lent
+                alone = size > self.nbytes and not self._beyond
                 coming = bool(self._late)
             if alone or (self.waits and not coming and not any(busy() for busy in self._busy)):
                 with torch.inference_mode(False):
                     own = torch.empty(shape, dtype=dtype, pin_memory=self.pinned)
                 with self._changed:
                     self.over_budget += own.nbytes
+                    self._beyond += 1
                     self._lend(own, own)
                 return own
             if not self.waits:
@@ -110,10 +112,12 @@ class HostArena:
                 self._take_back(piece.data_ptr())
 
     def close(self) -> None:
-        """Unlock the memory. Nothing of it may be in use by the device any more."""
+        """Unlock the memory once nothing of it is out. What still is (another engine loads from it) unlocks it when it comes back."""
         if self.pinned:
-            self._unlock()
-            self.pinned = False
+            torch.cuda.synchronize()
+            if self.outstanding == 0:
+                self._unlock()
+                self.pinned = False
 
     def _fit(self, size: int) -> int | None:
         for index, (offset, room) in enumerate(self._free):
@@ -141,7 +145,9 @@ class HostArena:
     def _take_back(self, pointer: int) -> None:
         what = self._lent.pop(pointer)
         self.used -= what.nbytes if isinstance(what, torch.Tensor) else what[1]
-        if not isinstance(what, torch.Tensor):
+        if isinstance(what, torch.Tensor):
+            self._beyond -= 1
+        else:
             self._free.append(what)
             self._free.sort()
             merged: list[tuple[int, int]] = []
@@ -190,12 +196,13 @@ class Staged:
     Args:
         host: ``[planes, L, CH, H]``; each ``[CH, H]`` is contiguous. Good once ``ready`` is over.
         ready: what to wait for.
-        give_back: called once, when nobody needs ``host`` any more.
+        give_back: called once, when nobody needs ``host`` any more. A store may keep it for long: it should refer to little else.
         pinned: whether ``host`` is page-locked.
+        lent: False if ``host`` was made for this chunk alone.
     """
 
-    def __init__(self, host: torch.Tensor, ready: Ready, give_back: Callable[[], None], *, pinned: bool = False) -> None:
-        self.host, self.ready, self.pinned = host, ready, pinned
+    def __init__(self, host: torch.Tensor, ready: Ready, give_back: Callable[[], None], *, pinned: bool = False, lent: bool = True) -> None:
+        self.host, self.ready, self.pinned, self.lent = host, ready, pinned, lent
         self._give_back = give_back
         self._lock = threading.Lock()
         self._holders = 1
@@ -227,21 +234,23 @@ class PageJob:
     """
 
     def __init__(self, stager: PageStager, table: PageTable, block_ids: np.ndarray, host: torch.Tensor, shares: int) -> None:
-        self._stager, self._table, self._shares = stager, table, shares
+        self._arena, self._shares = stager.arena, shares
         self._lock = threading.Lock()
         self.block_ids, self.host = block_ids, host
-        self._ids = stager.send_to_pack(block_ids)
+        self._way: tuple[PageStager, PageTable, torch.Tensor] | None = (stager, table, stager.send_to_pack(block_ids))
         self.queued = 0
         self.packed: Any = None
         self.copied: Any = None
 
     def advance(self, num_layers: int) -> None:
         """Queue layers below ``num_layers``. Their pages must have been written by what is queued on the current stream so far."""
-        if num_layers > self.queued:
-            self._stager.pack(self._table, self._ids, self.host, self.queued, num_layers)
+        if num_layers > self.queued and self._way is not None:
+            stager, table, ids = self._way
+            stager.pack(table, ids, self.host, self.queued, num_layers)
             self.queued = num_layers
-            if num_layers == self._table.num_layers:
-                self.packed, self.copied = self._stager.events()
+            if num_layers == table.num_layers:
+                self.packed, self.copied = stager.events()
+                self._way = None  # a chunk that rests in a store refers to this job, and shall not keep an engine's pages
 
     def release(self) -> None:
         """One of the chunks in it is no longer read; the last one gives the memory back."""
@@ -249,7 +258,7 @@ class PageJob:
             self._shares -= 1
             if self._shares:
                 return
-        self._stager.arena.give(self.host, self.copied)
+        self._arena.give(self.host, self.copied)
 
 
 class PageStager:

@@ -23,7 +23,7 @@ from qcap import kernels
 from qcap.attribution import Step
 from qcap.capture.features import QueryBooks, RequestTrack, Stage
 from qcap.capture.plan import PlanBuffer
-from qcap.capture.staging import PageStager, Ready, RowsMissing, Staged
+from qcap.capture.staging import HostArena, PageStager, Ready, RowsMissing, Staged
 from qcap.capture.step_rows import Mover, Piece, StepRecord, StepRows, assemble, wrong_stamps
 from qcap.capture.stream_ledger import StreamLedger, WholeChunk
 from qcap.errors import ConfigError, Unsupported
@@ -121,6 +121,11 @@ class _Leaving:
             torch.cuda.current_stream(self._device).wait_event(overlapping[-1])
 
 
+def _give_back(arena: HostArena, rows: StepRows) -> None:
+    if rows.memory is not None:
+        arena.give(rows.memory, rows.events[-1] if rows.events else None)
+
+
 class StreamingQueryFeature(QueryBooks):
     """Queries, streamed to the host as they are computed.
 
@@ -211,7 +216,7 @@ class StreamingQueryFeature(QueryBooks):
         large = count > self.budget.small_rows
         if count != self._count:
             self._window_views.clear()
-        self._step, self._rows, self._count, self._large = step, StepRows.later(step.number, self._give_back), count, large
+        self._step, self._rows, self._count, self._large = step, StepRows.later(step.number, partial(_give_back, self._arena)), count, large
         if large:  # a step that does not fill a window leaves several layers at a time: fewer calls for the host
             room = len(self.windows) // count
             self._together = max(1, min(MAX_TOGETHER, room // 3))
@@ -243,10 +248,6 @@ class StreamingQueryFeature(QueryBooks):
         home = memory[:used].view(self.dtype).view((layers, count, width) if self._large else (count, layers, width))
         rows.put(memory, home.transpose(0, 1) if self._large else home, memory[nbytes:].view(torch.int64))
         return rows
-
-    def _give_back(self, rows: StepRows) -> None:
-        if rows.memory is not None:
-            self._arena.give(rows.memory, rows.events[-1] if rows.events else None)
 
     def _resident_place(self, count: int) -> int:
         """First of ``count`` resident rows that are next in turn; where they are still on their way out, the device will wait."""
@@ -472,7 +473,7 @@ class StreamingQueryFeature(QueryBooks):
             assemble(pieces, host)
             drop()
 
-        return Staged(host, Ready(events, put_together), drop)
+        return Staged(host, Ready(events, put_together), drop, lent=False)
 
     def _check_rows(self, pieces: Sequence[Piece]) -> None:
         wrong = wrong_stamps(pieces)

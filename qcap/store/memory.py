@@ -44,7 +44,12 @@ class _Chunk:
         self._lock = threading.Lock()
         self._tensor: torch.Tensor | None = tensor
         self._lease = lease
-        self.lent_bytes = tensor.nbytes if lease is not None else 0
+        self.nbytes = tensor.nbytes
+
+    @property
+    def lent(self) -> bool:
+        """Whether it lies in memory that is wanted back."""
+        return self._lease is not None
 
     def rest(self) -> Resting | None:
         """The chunk where it lies, if that is page-locked."""
@@ -126,6 +131,7 @@ class MemoryTier(ObjectTier):
             self._shelf = _shelves.setdefault(name, _Shelf())
         self._bucket = memory_bucket(name)
         self._lent: deque[_Chunk] = deque()  # those of this tier that came with a lease, oldest first
+        self._stuck: list[_Chunk] = []  # and could not be moved
         self._movers: ThreadPoolExecutor | None = None
         self._moving = 0  # bytes
         self._moves_lock = threading.Lock()
@@ -162,6 +168,8 @@ class MemoryTier(ObjectTier):
         chunkfile.check_chunk(record, tensor)
         if lease is None:
             chunk = _Chunk(record, chunkfile.copy_chunk(tensor), None)
+        elif not lease.lent:
+            chunk = _Chunk(record, tensor, None)
         else:
             lease.hold()
             chunk = _Chunk(record, tensor, lease)
@@ -169,9 +177,10 @@ class MemoryTier(ObjectTier):
 
     def load_path(self, path: str, *, verify: bool = True) -> LoadedChunk | None:
         """As :meth:`ObjectTier.load_path`."""
+        gone: _Chunk | None = None
         while True:
             chunk = self._shelf.chunks.get(path)
-            if chunk is None:
+            if chunk is None or chunk is gone:
                 loaded = super().load_path(path, verify=verify)
                 if loaded is not None:
                     return loaded
@@ -183,7 +192,7 @@ class MemoryTier(ObjectTier):
                 with chunk.borrow() as tensor:
                     return LoadedChunk(chunk.record, chunkfile.copy_chunk(tensor))
             except LayerReplaced:
-                continue  # look again: another may be there now
+                gone = chunk  # look again: another may be there now
 
     def header(self, key: ChunkKey) -> chunkfile.ChunkHeader | None:
         """The header of one chunk; one that rests has no checksums in it."""
@@ -237,13 +246,15 @@ class MemoryTier(ObjectTier):
             if not overwrite and (path in self._shelf.chunks or self._bucket.exists(path)):
                 return False
             before = self._shelf.chunks.get(path)
+            self._bucket.delete(path)
             self._shelf.chunks[path] = chunk
             self._shelf.paths[chunk.record.key] = path
-            self._bucket.delete(path)
         if before is not None:
             before.let_go()
-        if chunk.lent_bytes:
+        if chunk.lent:
             with self._moves_lock:
+                while self._lent and not self._lent[0].lent:  # replaced or removed since
+                    self._lent.popleft()
                 self._lent.append(chunk)
         return True
 
@@ -267,32 +278,46 @@ class MemoryTier(ObjectTier):
         with self._moves_lock:
             while self._lent and self._moving < nbytes:
                 chunk = self._lent.popleft()
-                self._moving += chunk.lent_bytes
-                self._movers = self._movers or ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="qcap-rest")
-                self._movers.submit(self._move, chunk)
+                if not chunk.lent:
+                    continue
+                try:
+                    self._movers = self._movers or ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="qcap-rest")
+                    self._movers.submit(self._move, chunk)
+                except RuntimeError as error:  # no more threads
+                    self._lent.appendleft(chunk)
+                    often.warning("chunks stay in the memory that they came in: %s", error)
+                    break
+                self._moving += chunk.nbytes
             return self._moving > 0
 
     def _move(self, chunk: _Chunk) -> None:
-        moved = False
         try:
             chunk.settle()
-            moved = True
-        except Exception as error:  # no memory for a copy, say
+        except Exception as error:  # no memory for a copy, say: trying again would keep those waiting who could go beyond their bound
             often.warning("a chunk stays in the memory that it came in: %s: %s", type(error).__name__, error)
-        with self._moves_lock:
-            self._moving -= chunk.lent_bytes
-            if not moved:
-                self._lent.append(chunk)
+            with self._moves_lock:
+                self._stuck.append(chunk)
+        finally:
+            with self._moves_lock:
+                self._moving -= chunk.nbytes
 
     def close(self) -> None:
-        """What lies in lent memory moves out of it: who lent it is going to need it. Raises what stood in the way."""
+        """What lies in lent memory moves out of it: who lent it is going to need it. Raises what stood in the way, when all was tried."""
         movers, self._movers = self._movers, None
         if movers is not None:
             movers.shutdown()
         with self._moves_lock:
-            lent, self._lent = list(self._lent), deque()
+            lent = [*self._stuck, *self._lent]
+            self._stuck, self._lent = [], deque()
+        problem: Exception | None = None
         for chunk in lent:
-            chunk.settle()
+            try:
+                chunk.settle()
+            except Exception as error:
+                problem = problem or error
+                self._stuck.append(chunk)
+        if problem is not None:
+            raise problem
 
 
 class _Waiting:

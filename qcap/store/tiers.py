@@ -44,6 +44,10 @@ class Lease(Protocol):
     """Memory that was lent, kept from being used again by all who hold it. Any thread."""
 
     @property
+    def lent(self) -> bool:
+        """Whether its owner will want it back. If not, it was made for one chunk alone, and is nobody else's."""
+
+    @property
     def pinned(self) -> bool:
         """Whether it is page-locked, so that a device copies from it without a wait."""
 

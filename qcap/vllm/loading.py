@@ -169,7 +169,7 @@ class LayerLoads:
             resting_bytes = min(RESTING_BYTES if cuda else RESTING_BYTES_CPU, table.num_blocks * geometry.block_size * row)
         self._pipe = RestingPipe(streams, connector, staging_tokens=resting_bytes // row)
         self.device_bytes = sum(buffer.nbytes for buffer in connector.staging) + self._pipe.nbytes
-        self.arena = HostArena(host_bytes, pinned=cuda, waits=False)
+        self.arena = HostArena(host_bytes, pinned=cuda and layered, waits=False)
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="qcap-read")
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="qcap-load") if cuda else None
         self._gear = LoadGear(streams, connector, self.arena, self._loader)

@@ -255,10 +255,19 @@ class WorkerSide:
             max_len=self._vllm_config.model_config.max_model_len,
             available=_available_bytes(),
         )
-        loads = LayerLoads(
-            geometry, backend, self._pages.table, device=device, host_bytes=host_bytes if layered else 1, lowest=self._lowest,
-            whole=self._load_whole, layered=layered,
-        )  # fmt: skip
+        loads: LayerLoads | None = None
+        try:
+            loads = LayerLoads(
+                geometry, backend, self._pages.table, device=device, host_bytes=host_bytes if layered else 1, lowest=self._lowest,
+                whole=self._load_whole, layered=layered,
+            )  # fmt: skip
+        except Exception as error:  # no memory left on the device, say
+            logger.warning("stored KV is read whole, before a forward pass: %s: %s", type(error).__name__, str(error).split("\n", 1)[0])
+        (on_all,) = self._lowest([loads is not None])
+        if loads is not None and not on_all:
+            loads.close()
+        if loads is None or not on_all:
+            return None
         arena.watch(loads.poll)  # chunks are loaded from where they lie in it
         return loads
 
@@ -420,7 +429,7 @@ class WorkerSide:
         if loads.unseen:
             logger.warning("qcap.layerwise is off from now on: a forward pass ran without asking for its layers, and was done in vain")
             self._layer_loads = None
-            loads.close()
+            _close_loads(loads)
 
     def _note_loads(self, outcomes: Sequence[LoadOutcome]) -> None:
         assert self._layer_loads is not None
@@ -563,7 +572,7 @@ class WorkerSide:
             self.hooks.remove()
         loads, self._layer_loads = self._layer_loads, None
         if loads is not None:
-            loads.close()
+            _close_loads(loads)
         capture, self.capture = self.capture, None
         if capture is not None:
             try:
@@ -572,6 +581,13 @@ class WorkerSide:
                 logger.exception("qcap: closing the capture failed")
             logger.info("qcap: %s", dict(sorted(self.counters.items())))
         self.hooks = self._query = self._pages = None
+
+
+def _close_loads(loads: LayerLoads) -> None:
+    try:
+        loads.close()
+    except Exception:  # a device that is lost; what was captured still goes to the store
+        logger.exception("qcap: giving up loads failed")
 
 
 def _available_bytes() -> int:

@@ -52,7 +52,7 @@ class SlowCopies(CudaStreams):
 class Lease:
     """Of one piece of an arena; the store holds it until it forgets the chunks."""
 
-    pinned = True
+    pinned = lent = True
 
     def __init__(self, arena: HostArena, block: torch.Tensor) -> None:
         self.arena, self.block, self.holders = arena, block, 1

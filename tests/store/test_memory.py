@@ -521,8 +521,8 @@ def _together(works) -> None:
 class Lent:
     """Memory under a lease; scribbled over as soon as nobody holds it."""
 
-    def __init__(self, tensor: torch.Tensor, *, pinned: bool = True) -> None:
-        self.tensor, self.pinned, self.holders, self.returned = tensor.clone(), pinned, 1, 0
+    def __init__(self, tensor: torch.Tensor, *, pinned: bool = True, lent: bool = True) -> None:
+        self.tensor, self.pinned, self.lent, self.holders, self.returned = tensor.clone(), pinned, lent, 1, 0
         self._lock = threading.Lock()
 
     def hold(self) -> None:
@@ -536,13 +536,14 @@ class Lent:
             assert self.holders >= 0
             if not self.holders:
                 self.returned += 1
-                self.tensor.zero_()
+                if self.lent:
+                    self.tensor.zero_()
 
 
-def lend(backend, seed: int = 1, *, pinned: bool = True, **changes) -> tuple:
+def lend(backend, seed: int = 1, *, pinned: bool = True, lent: bool = True, overwrite: bool = False, **changes) -> tuple:
     record, tensor = chunk(seed, **changes)
-    lease = Lent(tensor, pinned=pinned)
-    outcome = backend.store(record, lease.tensor, lease=lease).result(T_S)
+    lease = Lent(tensor, pinned=pinned, lent=lent)
+    outcome = backend.store(record, lease.tensor, lease=lease, overwrite=overwrite).result(T_S)
     lease.release()  # the caller's own
     return record, tensor, lease, outcome
 
@@ -660,17 +661,76 @@ def test_readers_while_memory_is_taken_back(name, backend) -> None:
     assert wrong and all(wrong) and all(lease.returned == 1 for *_, lease, _ in lent)
 
 
-def test_a_move_that_fails_is_tried_again(backend, monkeypatch) -> None:
+def test_memory_of_its_own_is_kept_and_not_counted(backend) -> None:
+    own = [lend(backend, index=i, lent=False) for i in range(3)]
+    assert all(lease.returned == 1 for *_, lease, _ in own), "nobody needs to hold it"
+    for record, tensor, lease, _ in own:
+        assert backend._tier._shelf.chunks[object_path(record.key)]._tensor.data_ptr() == lease.tensor.data_ptr()
+        assert equal_bits(backend.load(record.key).tensor, tensor) and reader_of(backend, record).rest() is None
+    assert not backend.relieve(1 << 40)
+    _, _, lease, _ = lend(backend, index=7)
+    assert backend.relieve(1)
+    until(lambda: lease.returned)
+
+
+def test_what_is_gone_gives_nothing_back_and_is_not_counted(tier, backend) -> None:
+    gone = [lend(backend, index=i) for i in range(4)]
+    for record, *_ in gone[:2]:
+        tier.delete(record.key)
+    lend(backend, index=2, overwrite=True)
+    _, _, lease, _ = lend(backend, index=9)
+    assert backend.relieve(gone[0][1].nbytes)
+    until(lambda: gone[3][2].returned)
+    assert not lease.returned and len(backend._tier._lent) == 2
+
+
+def test_a_move_that_fails_does_not_keep_those_waiting_who_ask(backend, monkeypatch) -> None:
     record, tensor, lease, _ = lend(backend)
     copy = chunkfile.copy_chunk
     monkeypatch.setattr(chunkfile, "copy_chunk", lambda tensor: (_ for _ in ()).throw(MemoryError()))
     assert backend.relieve(1)
-    until(lambda: backend._tier._moving == 0)
+    until(lambda: not backend.relieve(1))
     assert lease.holders == 1 and not lease.returned
     monkeypatch.setattr(chunkfile, "copy_chunk", copy)
-    while backend.relieve(1 << 40):
-        time.sleep(0.001)
+    backend.close()
     assert lease.returned == 1 and equal_bits(backend.load(record.key).tensor, tensor)
+
+
+def test_no_thread_for_a_move(backend, monkeypatch) -> None:
+    record, tensor, lease, _ = lend(backend)
+
+    class NoThreads:
+        def submit(self, *args):
+            raise RuntimeError("can't start new thread")
+
+        def shutdown(self):
+            pass
+
+    backend._tier._movers = NoThreads()
+    assert not backend.relieve(1) and not backend.relieve(1) and lease.holders == 1
+    backend._tier._movers = None
+    assert backend.relieve(1)
+    until(lambda: lease.returned)
+    assert equal_bits(backend.load(record.key).tensor, tensor)
+
+
+def test_one_chunk_that_cannot_be_moved_keeps_only_itself_at_the_end(backend, monkeypatch) -> None:
+    lent = [lend(backend, index=i) for i in range(3)]
+    copy = chunkfile.copy_chunk
+    bad = lent[1][2].tensor.data_ptr()
+
+    def sometimes(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() == bad:
+            raise MemoryError
+        return copy(tensor)
+
+    monkeypatch.setattr(chunkfile, "copy_chunk", sometimes)
+    with pytest.raises(MemoryError):
+        backend.close()
+    assert [lease.returned for *_, lease, _ in lent] == [1, 0, 1]
+    monkeypatch.setattr(chunkfile, "copy_chunk", copy)
+    backend.close()
+    assert lent[1][2].returned == 1
 
 
 def until(done) -> None:

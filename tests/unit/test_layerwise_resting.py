@@ -28,7 +28,7 @@ NAN = float("nan")
 class FakeLease:
     """Held once for each chunk that was given out, and by the store."""
 
-    pinned = True
+    pinned = lent = True
 
     def __init__(self, block: torch.Tensor) -> None:
         self.block, self.holders, self.least = block, 1, 1
