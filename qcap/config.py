@@ -84,8 +84,8 @@ class CaptureConfig:
             engine's before you turn it up. Key ``qcap.q.recorded_layers``, default 1.
         debug: count the rows that each step found, and compare; waits for the device. Key ``qcap.debug``, default False.
         host_bytes: page-locked host memory for what is on its way to the store, and with ``memory://`` for chunks that rest there (up to
-            half of it; older ones move to ordinary memory). None takes two steps of the largest size, at least 256 MiB and at most
-            8 GiB. Key ``qcap.host_bytes``.
+            half of it, a quarter with ``skip``; older ones move to ordinary memory). None takes two steps of the largest size, at least
+            256 MiB and at most 8 GiB. Key ``qcap.host_bytes``.
         model_name: the name to store under; None takes the engine's. Key ``qcap.model_name``.
     """
 

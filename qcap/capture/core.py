@@ -297,8 +297,9 @@ class Capture:
                 with self.guard("closing a step", feature):
                     feature.end()
             self.counters["steps"] += 1
-            if self._arena.used > self._arena.nbytes // 2:  # before a step finds no room
-                self.backend.relieve(self._arena.used - self._arena.nbytes // 2)
+            over = self._arena.used - self._arena.may_rest
+            if over > 0:  # before a step finds no room
+                self.backend.relieve(over)
 
     def _collect(self, track: RequestTrack, final_tokens: int) -> None:
         """Stage every chunk of ``track`` that is whole below ``final_tokens``, and publish those whose token ids are known."""

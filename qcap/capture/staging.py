@@ -48,6 +48,7 @@ class HostArena:
     def __init__(self, nbytes: int, *, pinned: bool, waits: bool) -> None:
         self.nbytes = -(-max(nbytes, _PAGE) // _PAGE) * _PAGE
         self.waits, self.pinned = waits, pinned
+        self.may_rest = self.nbytes // (2 if waits else 4)  # in use without haste to get it back: where nobody waits, room must be there
         with torch.inference_mode(False):  # an engine's steps run in inference mode; the writers' threads, which may patch rows in, do not
             self._block = torch.empty(self.nbytes, dtype=torch.uint8)
         if pinned:

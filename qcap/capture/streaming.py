@@ -402,7 +402,7 @@ class StreamingQueryFeature(QueryBooks):
                 else:  # the end of a prompt would hold all of its step
                     self.mover.move(record, rows, keep)
             rows.drop()
-        self._relieve(self._arena.nbytes // 2)
+        self._relieve(self._arena.may_rest)
 
     def _relieve(self, limit: int) -> bool:
         """Move rows that rest out of the arena, oldest first, until no more than ``limit`` bytes of it are in use (or will be)."""
