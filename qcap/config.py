@@ -79,13 +79,16 @@ class CaptureConfig:
         ring_blocks: blocks of a resident ring, which holds all layers on the device until a chunk is whole, in place of the streaming
             one. Key ``qcap.q.ring_blocks``.
         ring_depth: steps of the largest size that a resident ring holds. Key ``qcap.q.ring_depth``.
-        recorded_layers: layers whose queries one launch of a recorded graph puts away, 1 to 4. More cost a decode step less, and rely on
-            queries that are still referred to not being written over, which no engine promises: compare captured rows with an eager
-            engine's before you turn it up. Key ``qcap.q.recorded_layers``, default 1.
+        recorded_layers: layers whose queries one launch of a recorded graph puts away, 1 to 4. With more of them a decode step costs less.
+            It relies on queries that are still referred to not being written over by the layers behind them; where an engine is not known
+            to keep to that (compiled so that attention is not a piece of its own), it is 1 whatever is set. Key
+            ``qcap.q.recorded_layers``, default 4.
         debug: count the rows that each step found, and compare; waits for the device. Key ``qcap.debug``, default False.
         host_bytes: page-locked host memory for what is on its way to the store, and with ``memory://`` for chunks that rest there (up to
             half of it, a quarter with ``skip``; older ones move to ordinary memory). None takes two steps of the largest size, at least
             256 MiB and at most 8 GiB. Key ``qcap.host_bytes``.
+        load_ahead_bytes: device memory for what is loaded before the engine has given a request its blocks, from ``memory://`` on a GPU.
+            None takes 1 GiB, or an eighth of what is free if that is less; 0 takes none. Key ``qcap.load_ahead_bytes``.
         model_name: the name to store under; None takes the engine's. Key ``qcap.model_name``.
     """
 
@@ -100,9 +103,10 @@ class CaptureConfig:
     ring_bytes: int | None = None
     ring_blocks: int | None = None
     ring_depth: int | None = None
-    recorded_layers: int = 1
+    recorded_layers: int = 4
     debug: bool = False
     host_bytes: int | None = None
+    load_ahead_bytes: int | None = None
     model_name: str | None = None
 
     def __post_init__(self) -> None:
@@ -156,5 +160,6 @@ _PARSERS: dict[str, tuple[str, Any]] = {
     "qcap.q.ring_depth": ("ring_depth", lambda key, value: max(1, parse_int(key, value))),
     "qcap.q.recorded_layers": ("recorded_layers", _at_least(1)),
     "qcap.host_bytes": ("host_bytes", _at_least(1)),
+    "qcap.load_ahead_bytes": ("load_ahead_bytes", _at_least(0)),
     "qcap.model_name": ("model_name", lambda key, value: str(value)),
 }

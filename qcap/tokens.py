@@ -165,6 +165,10 @@ class ChunkKey:
         if "\0" in self.model or not self.model:
             raise TokenError(f"model name {self.model!r} is empty or holds NUL")
 
+    def __hash__(self) -> int:
+        """Of the digest alone, whose own hash is kept: an engine looks for hundreds of keys while a request waits."""
+        return hash(self.digest)
+
     def fingerprint(self) -> str:
         """A hash over all fields, unambiguous for any characters in them: the object's name in a store."""
         return self._fingerprint

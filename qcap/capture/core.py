@@ -9,23 +9,26 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from functools import partial
 from types import TracebackType
 
 import torch
 
 from qcap.attribution import FinishedRequest, RequestStep, Step, TokenUpdate
 from qcap.capture.features import Feature, RequestTrack
+from qcap.capture.handover import Handover
 from qcap.capture.staging import HostArena, Staged
 from qcap.errors import StoreError, TokenError
 from qcap.geometry import Geometry
 from qcap.kinds import CacheKind
 from qcap.store.metrics import RateLimitedLog
 from qcap.store.tiers import Backend, SequenceRecord, StoreOutcome
-from qcap.tokens import ChunkedTokenDatabase, ChunkRecord, chunk_key
+from qcap.tokens import ChunkedTokenDatabase, ChunkRecord, TokenChunk, chunk_key
 
 logger = logging.getLogger("qcap.capture")
 often = RateLimitedLog(logger)
@@ -85,6 +88,10 @@ class Capture:
         self.features: list[Feature] = list(features)
         self.counters = counters
         self._engine_id, self._write_receipts, self._arena = engine_id, write_receipts, arena
+        self._lock = threading.RLock()  # steps and ends; may be held while the store makes the engine wait
+        self._put_off = Handover(self._lock, arena.may_rest)
+        flush = weakref.WeakMethod(self._put_off.flush)  # a chunk that rests in a store refers to the arena, and shall not keep all this
+        arena.watch(lambda: (hurry := flush()) is not None and hurry())
         arena.watch(lambda: backend.poll() > 0)
         arena.watch(lambda: backend.relieve(arena.nbytes // 2))
         self._database = ChunkedTokenDatabase(geometry.chunk_size)
@@ -93,12 +100,12 @@ class Capture:
         self._ripe: list[RequestStep] = []  # of the step's requests, those that may have a chunk that becomes whole
         self._invalid: set[int] = set()
         self._speculative = False
-        self._lock = threading.RLock()  # steps and ends; may be held while the store makes the engine wait
         self._book = threading.Lock()  # what the writer's thread notes; never held while calling the store
         self._absent: set[tuple[int, CacheKind, int]] = set()  # (uid, kind, chunk): asked for in this step, and not in the store
         self._later: list[TokenUpdate] = []  # token ids of requests that came with this step: looked at while it runs
         self._started = True  # what of this step may wait until the device has work has been done
         self._behind: set[int] = set()  # requests of steps that never ended, until they have another one
+        self._broken: list[tuple[CacheKind, Exception]] = []  # what went wrong with publishing, on any thread: the engine's sees to it
         self._off: set[str] = set()
         self._told: set[str] = set()
         self._tainted: set[int] = set()  # KV blocks that hold what was computed on a failed load, until they are computed anew
@@ -142,8 +149,10 @@ class Capture:
         """
         with self._lock:
             self._learn_new()  # of a step that was begun and never ended
-            if self._step is not None and not self._speculative:  # it was begun and never ended: what it completed has not been looked at
-                self._behind.update(request.uid for request in self._step.requests)
+            if self._step is not None:  # it was begun and never ended
+                self.flush()
+                if not self._speculative:  # what it completed has not been looked at
+                    self._behind.update(request.uid for request in self._step.requests)
             self._step, self._invalid, self._speculative, self._ripe = step, set(), step.speculative, []
             tracks = self._tracks
             gone = set(step.overwritten)
@@ -229,7 +238,7 @@ class Capture:
                     continue
                 if self.backend.cheap_contains and self._already_stored(track, kind, index, look=True):
                     continue
-                if not self._may_wait and not self.backend.has_room((len(due) + 1) * self.geometry.chunk_bytes(kind)):
+                if not self._may_wait and not self._has_room((len(due) + 1) * self.geometry.chunk_bytes(kind)):
                     return due
                 self._absent.add((request.uid, kind, index))
                 due.append((track, index))
@@ -297,12 +306,14 @@ class Capture:
                 with self.guard("closing a step", feature):
                     feature.end()
             self.counters["steps"] += 1
+            self._put_off.step_ended()
+            self._turn_off_broken()
             over = self._arena.used - self._arena.may_rest
             if over > 0:  # before a step finds no room
                 self.backend.relieve(over)
 
     def _collect(self, track: RequestTrack, final_tokens: int) -> None:
-        """Stage every chunk of ``track`` that is whole below ``final_tokens``, and publish those whose token ids are known."""
+        """Stage every chunk of ``track`` that is whole below ``final_tokens``; those whose token ids are known are published soon."""
         for feature in list(self.features):
             with self.guard("taking chunks", feature):
                 staged = track.staged.setdefault(feature.kind, set())
@@ -316,7 +327,7 @@ class Capture:
                     asked = (track.uid, feature.kind, index) in self._absent
                     if not asked and self.backend.cheap_contains and self._already_stored(track, feature.kind, index):
                         continue
-                    if not self._may_wait and not self.backend.has_room(self.geometry.chunk_bytes(feature.kind)):
+                    if not self._may_wait and not self._has_room(self.geometry.chunk_bytes(feature.kind)):
                         self._lose(track, feature.kind, index, "store-busy")  # before it costs device and host memory
                         continue
                     try:
@@ -327,9 +338,6 @@ class Capture:
                             self._hand_over(track, feature.kind, index, ready)
                     except torch.OutOfMemoryError:
                         self._lose(track, feature.kind, index, "no-device-memory")
-                    except (StoreError, TokenError) as error:  # one chunk's fault, not the feature's
-                        often.error("a chunk is not stored: %s", error)
-                        self._lose(track, feature.kind, index, "store-failed")
 
     def _lose(self, track: RequestTrack, kind: CacheKind, index: int, reason: str) -> None:
         with self._book:
@@ -354,18 +362,50 @@ class Capture:
                 self.counters[f"{kind.value}.exists"] += 1
         return True
 
+    def _has_room(self, nbytes: int) -> bool:
+        """Whether the store would take ``nbytes`` more once it has been given all that was put off."""
+        if self._put_off.nbytes + nbytes > self._arena.may_rest:
+            self._put_off.flush()  # a store with nothing in it takes a chunk of any size, but then no other
+        return self.backend.has_room(self._put_off.nbytes + nbytes)
+
     def _hand_over(self, track: RequestTrack, kind: CacheKind, index: int, staged: Staged) -> None:
         if index >= len(track.chunks):
             track.waiting.setdefault(kind, {})[index] = staged
             return
-        chunk = track.chunks[index]
-        record = ChunkRecord(
-            kind, self.geometry, chunk.start, tuple(track.tokens[chunk.start : chunk.end]), chunk.digest, chunk.parent, track.salt
-        )
         with self._book:
             track.in_flight += 1
-        future = self.backend.store(record, staged.host, staged.ready, lease=staged)
-        future.add_done_callback(lambda done: self._written(track, kind, index, staged, done))
+        self._put_off.put_off(staged, partial(self._publish, track, kind, track.chunks[index], staged))
+
+    def _publish(self, track: RequestTrack, kind: CacheKind, chunk: TokenChunk, staged: Staged) -> None:
+        """Give a chunk to the store. Under the lock, on any thread; never raises."""
+        try:
+            token_ids = tuple(track.tokens[chunk.start : chunk.end])  # what is known does not change
+            record = ChunkRecord(kind, self.geometry, chunk.start, token_ids, chunk.digest, chunk.parent, track.salt)
+            future = self.backend.store(record, staged.host, staged.ready, lease=staged)
+        except Exception as error:
+            if isinstance(error, (StoreError, TokenError)):  # one chunk's fault, not the feature's
+                often.error("a chunk is not stored: %s", error)
+            else:
+                self._broken.append((kind, error))
+            self._lose(track, kind, chunk.index, "store-failed")
+            with self._book:
+                track.in_flight -= 1
+            staged.release()
+            return
+        future.add_done_callback(lambda done: self._written(track, kind, chunk.index, staged, done))
+
+    def flush(self) -> None:
+        """Give the store everything that was put off. On the engine's thread."""
+        with self._lock:
+            self._put_off.flush()
+            self._turn_off_broken()
+
+    def _turn_off_broken(self) -> None:
+        """Not where it happened: in the middle of a step's chunks, perhaps, or beside the engine's thread."""
+        broken, self._broken = self._broken, []
+        for kind, error in broken:
+            for feature in [f for f in self.features if f.kind is kind]:
+                self.failed("giving a chunk to the store", error, feature)
 
     def _written(self, track: RequestTrack, kind: CacheKind, index: int, staged: Staged, future: Future[StoreOutcome]) -> None:
         outcome = StoreOutcome.FAILED if future.cancelled() or future.exception() else future.result()
@@ -415,7 +455,7 @@ class Capture:
                 self._extend(track)
 
     def _extend(self, track: RequestTrack) -> None:
-        """More whole chunks of token ids are known: publish those that waited for that."""
+        """More whole chunks of token ids are known: those that waited for that are published soon."""
         track.chunks = self._database.extend(track.chunks, track.tokens)
         for kind, waiting in track.waiting.items():
             for index in [i for i in waiting if i < len(track.chunks)]:
@@ -450,6 +490,7 @@ class Capture:
                     track.reasons.setdefault(feature.kind, {}).setdefault(index, track.barred or feature.why_missing(track, index))
                 with self.guard("releasing a request", feature):
                     feature.release(track)
+            self.flush()
             with self._book:
                 track.finished = done
         self._maybe_receipt(track)
@@ -500,8 +541,10 @@ class Capture:
         self.counters["requests"] += 1
 
     def idle(self) -> bool:
-        """Whether no request is being followed."""
+        """Whether no request is being followed; then the store has been given everything, too."""
         with self._lock:
+            if not self._tracks:
+                self.flush()
             return not self._tracks
 
     def close(self) -> None:
@@ -519,5 +562,6 @@ class Capture:
                     with self.guard(f"closing {feature.kind.value}", feature):
                         feature.close()
         finally:
+            self._put_off.close()
             self.backend.close()
             self._arena.close()

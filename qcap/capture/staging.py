@@ -228,7 +228,7 @@ class PageJob:
     """Blocks of all layers on their way to the host. Made by :meth:`PageStager.start`.
 
     Attributes:
-        host: ``[planes, L, T, H]`` in the arena.
+        host: ``[planes, L, T, H]`` in the arena, contiguous as ``[L, planes, T, H]``.
         queued: layers that are on their way.
         packed: event after which the pages may be written over; None on the CPU, and before the last layer was queued.
         copied: event after which ``host`` is whole.
@@ -296,10 +296,13 @@ class PageStager:
             return self.send(values)
 
     def start(self, table: PageTable, block_ids: Sequence[int] | np.ndarray, shares: int = 1) -> PageJob | None:
-        """Reserve host memory for ``block_ids`` of all layers; None if there is none. ``shares``: chunks, to be released one by one."""
+        """Reserve host memory for ``block_ids`` of all layers; None if there is none. ``shares``: chunks, to be released one by one.
+
+        The planes of a layer lie side by side in it: so a layer is one copy, both on its way here and on its way back."""
         ids = np.asarray(block_ids, dtype=np.int64)
-        host = self.arena.take(table.rows_shape(len(ids)), table.dtype)
-        return None if host is None else PageJob(self, table, ids, host, shares)
+        planes, layers, *rows = table.rows_shape(len(ids))
+        host = self.arena.take((layers, planes, *rows), table.dtype)
+        return None if host is None else PageJob(self, table, ids, host.transpose(0, 1), shares)
 
     def stage(
         self,
@@ -357,15 +360,10 @@ class PageStager:
         return max(1, self._slots[0].numel() // max(planes * tokens * width * host.element_size(), 1)) if self._cuda else int(layers)
 
     def pack(self, table: PageTable, ids: torch.Tensor, host: torch.Tensor, first: int, last: int) -> None:
-        """Layers ``[first, last)`` of the blocks ``ids`` into ``host`` ``[planes, L, T, H]``."""
+        """Layers ``[first, last)`` of the blocks ``ids`` into ``host`` ``[planes, L, T, H]``, contiguous as ``[L, planes, T, H]``."""
         planes, _, tokens, width = host.shape
         if not self._cuda:
-            if (first, last) == (0, table.num_layers):
-                kernels.gather_pages(table, ids, host)
-            else:
-                rows = torch.empty((planes, last - first, tokens, width), dtype=host.dtype)
-                kernels.gather_pages(table, ids, rows, first)
-                host[:, first:last] = rows
+            kernels.gather_pages(table, ids, host[:, first:last], first)
             return
         n, size = table.block_size, planes * width * host.element_size()
         room = self._slots[0].numel() // size  # tokens of one layer that fit into a slot
@@ -382,17 +380,21 @@ class PageStager:
         planes, width = host.shape[0], host.shape[3]
         turn = self._turn = (self._turn + 1) % len(self._slots)
         nbytes = planes * layers * count * width * host.element_size()
-        slot = self._slots[turn][:nbytes].view(host.dtype).view(planes, layers, count, width)
+        slot = self._slots[turn][:nbytes].view(host.dtype).view(layers, planes, count, width)
+        target = host.transpose(0, 1)[layer : layer + layers, :, token : token + count]
         engine, packed, free = torch.cuda.current_stream(self.device), *self._slot_events[turn]
         torch.cuda.set_stream(self._pack)
         try:
             self._pack.wait_event(free)
-            kernels.gather_pages(table, ids, slot, layer)
+            kernels.gather_pages(table, ids, slot.transpose(0, 1), layer)
             packed.record()
             self.copy.wait_event(packed)
             torch.cuda.set_stream(self.copy)
-            for plane in range(planes):
-                host[plane, layer : layer + layers, token : token + count].copy_(slot[plane], non_blocking=True)
+            if target.is_contiguous():
+                target.copy_(slot, non_blocking=True)
+            else:  # a part of one layer
+                for plane in range(planes):
+                    target[0, plane].copy_(slot[0, plane], non_blocking=True)
             free.record()
         finally:
             torch.cuda.set_stream(engine)

@@ -102,8 +102,9 @@ def paged_copy(op: str, table: PageTable, block_ids: torch.Tensor, rows: torch.T
         raise _wrong(op, "layers", f"at least 1, within the table's {table.num_layers}", got, "a buffer for other layers")
     shape = table.rows_shape(block_ids.numel(), count)
     name = "out" if op == "gather_pages" else "source"
-    if tuple(rows.shape) != shape or rows.dtype != table.dtype or not rows.is_contiguous():
-        raise _wrong(op, name, f"contiguous {table.dtype} {shape}", rows, "another geometry, or a cast, which a copy does not do")
+    if tuple(rows.shape) != shape or rows.dtype != table.dtype or not (rows.is_contiguous() or rows.transpose(0, 1).is_contiguous()):
+        wanted = f"contiguous {table.dtype} {shape}, or contiguous with planes and layers exchanged"
+        raise _wrong(op, name, wanted, rows, "another geometry, or a cast, which a copy does not do")
     if rows.device != table.device and not (table.device.type == "cuda" and rows.is_pinned()):
         raise _wrong(op, name, f"on {table.device}, or pinned host memory beside CUDA pages", rows, "the buffer was made on another device")
 

@@ -65,7 +65,7 @@ def _row_scatter_layers(name: str, rows: str, ring: str, width: int = 4096, colu
 
 def _paged_copy(name: str, bits: str, gather: bool, shape: tuple[int, int, int], tile: tuple[int, int], dim_stride_one: bool) -> Case:
     types = {"pages_ptr": "*i64", "block_ids_ptr": "*i64", "rows_ptr": bits}
-    types |= dict.fromkeys(("first_plane", "first_layer", "table_layers", "num_layers", "num_ids", "num_blocks"), "i32")
+    types |= dict.fromkeys(("first_plane", "first_layer", "table_layers", "num_layers", "plane_rows", "layer_rows", "num_blocks"), "i32")
     types |= {"stride_block": "i64", "stride_head": "i64", "stride_token": "i64"}
     heads, n, d = shape
     constants: dict[str, Any] = {"HEADS": heads, "N": n, "D": d, "GATHER": gather, "ALIGNED": dim_stride_one}

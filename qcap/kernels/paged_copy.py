@@ -8,8 +8,9 @@
 - block_ids  [nb]  int64, contiguous, on the table's device, read. An id that is negative or >= B is left out: gather leaves its rows
              of ``out`` as they are, scatter drops its rows of ``source``. An id that scatter gets twice: one of the two is written,
              token by token, which one is not defined.
-- out/source [planes, l, nb*N, heads*D]  the table's dtype, contiguous, on the table's device or in pinned host memory. For the layers
-             first_layer..first_layer+l-1, l >= 1, all of them the table's.
+- out/source [planes, l, nb*N, heads*D]  the table's dtype, on the table's device or in pinned host memory; contiguous, or with the planes
+             of a layer side by side: contiguous as ``[l, planes, nb*N, heads*D]``. For the layers first_layer..first_layer+l-1, l >= 1,
+             all of them the table's.
              ``out[p, k, i*N + n, h*D + d] = views[first_layer + k][p][block_ids[i], h, n, d]``, bit for bit. There is no cast.
 
 Graph-safe: the grid comes from shapes, nothing is allocated and nothing waits. Elements are addressed with 64 bits. All layers go in one
@@ -31,16 +32,21 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 # Not specialised: one kernel for any number of blocks and layers.
-@triton.jit(do_not_specialize=["first_plane", "first_layer", "table_layers", "num_layers", "num_ids", "num_blocks"])
+@triton.jit(
+    do_not_specialize=[
+        "first_plane", "first_layer", "table_layers", "num_layers", "plane_rows", "layer_rows", "num_blocks",
+    ]
+)  # fmt: skip
 def paged_copy_kernel(
     pages_ptr,  # int64 [planes, L]: addresses
     block_ids_ptr,  # [nb]
-    rows_ptr,  # [planes, l, nb * N, heads * D]
+    rows_ptr,  # [planes, l, nb * N, heads * D], each [nb * N, heads * D] contiguous
     first_plane,  # of this launch
     first_layer,
     table_layers,  # L
     num_layers,  # l
-    num_ids,  # nb
+    plane_rows,  # rows from a plane to the next; in rows, so that addresses are known to be aligned
+    layer_rows,  # and from a layer to the next
     num_blocks,  # B
     stride_block: tl.int64,
     stride_head: tl.int64,
@@ -72,7 +78,7 @@ def paged_copy_kernel(
             view_ptr = tl.multiple_of(view_ptr, 16)
         view_ptr += block * stride_block + head * stride_head
         view_ptrs = view_ptr + token[:, None] * stride_token + dim[None, :] * stride_dim
-        row = ((plane * num_layers + layer) * num_ids + index) * N + token
+        row = plane * plane_rows + layer.to(tl.int64) * layer_rows + index.to(tl.int64) * N + token
         row_ptrs = rows_ptr + row[:, None] * (HEADS * D) + head * D + dim[None, :]
         if GATHER:
             tl.store(row_ptrs, tl.load(view_ptrs, mask=inside), mask=inside)
@@ -90,12 +96,14 @@ def _copy(table: PageTable, block_ids: torch.Tensor, rows: torch.Tensor, first_l
     if rows.numel() == 0 or table.num_blocks == 0:
         return
     rows = rows.view(_BITS[rows.element_size()])
+    planes, layers, tokens, _ = rows.shape
+    plane_rows, layer_rows = (layers * tokens, tokens) if rows.is_contiguous() else (tokens, planes * tokens)
     block_n, block_d = block_shape(table.block_size, table.head_size)
     tiles = triton.cdiv(table.block_size, block_n) * triton.cdiv(table.head_size, block_d)
     strides = table.strides
     planes_at_once = table.num_planes if len(set(strides)) == 1 else 1
     for plane in range(0, table.num_planes, planes_at_once):
-        grid = (block_ids.numel() * tiles, table.heads, planes_at_once * rows.shape[1])
+        grid = (block_ids.numel() * tiles, table.heads, planes_at_once * layers)
         paged_copy_kernel[grid](
             table.pointers,
             block_ids,
@@ -103,8 +111,9 @@ def _copy(table: PageTable, block_ids: torch.Tensor, rows: torch.Tensor, first_l
             plane,
             first_layer,
             table.num_layers,
-            rows.shape[1],
-            block_ids.numel(),
+            layers,
+            plane_rows,
+            layer_rows,
             table.num_blocks,
             *strides[plane],
             HEADS=table.heads,

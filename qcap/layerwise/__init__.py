@@ -18,7 +18,8 @@ from qcap.layerwise.engine import LayerwiseEngine, leading_mask, masked_tokens
 from qcap.layerwise.fetch import ChunkFailed, LayerFetch, LayerMissing, LazyReader, ReaderFetch, open_readers
 from qcap.layerwise.layers import BackendLayers, LayerStore, MemoryLayers, layer_major
 from qcap.layerwise.load import LayerwiseLoad, LoadBatch, LoadGear, Span
-from qcap.layerwise.resting import RestingPipe, RestingSpan, merged
+from qcap.layerwise.parts import merged
+from qcap.layerwise.resting import EarlyCopies, RestingPipe, RestingSpan
 from qcap.layerwise.save import LayerSink, LayerwiseStore
 from qcap.layerwise.streams import CudaStreams, NullStreams, Streams, streams_for
 
@@ -26,6 +27,7 @@ __all__ = [
     "BackendLayers",
     "ChunkFailed",
     "CudaStreams",
+    "EarlyCopies",
     "HostPool",
     "LayerConnector",
     "LayerFetch",

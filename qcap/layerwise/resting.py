@@ -1,20 +1,25 @@
 """Loads of chunks that lie in page-locked memory of this process: they are copied from where they lie. Nothing is fetched, no host memory
 is taken, no thread is used, and the engine's thread waits for nothing.
 
-A layer goes in parts, each through one of two staging buffers on the device in turn, so that the copy into one runs beside the scatter out
-of the other::
+A layer goes in parts, each through one of a few staging buffers on the device, so that the copy into one runs beside the scatter out of
+another::
 
-    load stream     wait until the buffer was scattered | copies into it, one a run of neighbouring chunks and plane | event
-    pages stream    wait for that event | scatter to the pages | event: the buffer may be written again
+    load stream     wait until the buffer was scattered | copies into it, one a run of neighbouring chunks | event
+    pages stream    wait for that event | scatters to the pages | event: the buffer may be written again
     compute         before layer i: waits for the event behind its last scatter
+
+Copies are on one stream, in the order in which layers need them: the device has one engine for them, and does not take turns.
+Copies need no pages, so those of a load that is sure to come may begin before the engine has given it blocks: :class:`EarlyCopies`.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,14 +27,32 @@ import torch
 
 from qcap.errors import ConfigError, ShapeError, StepOrderError
 from qcap.layerwise.connector import LayerConnector
+from qcap.layerwise.parts import Part, Piece, cut, pieces_of
 from qcap.layerwise.streams import Streams
 from qcap.store.tiers import Lease, Resting
 
 logger = logging.getLogger("qcap.layerwise")
 
 _PAUSE_S = 0.0005
-_Piece = tuple[torch.Tensor, int, int]
-"""Tokens ``[first, last)`` of a run ``[planes, L, T, H]``."""
+LEAST_SLOTS = 2
+"""Buffers that copies which begin early leave to loads that have their pages."""
+BETWEEN = 2
+"""Parts of layers to come that are copied for each part of the first one, early: the link has work until more of the load is known."""
+
+
+class EarlyCopies:
+    """The beginning of one load whose pages are not known yet. Made by :meth:`RestingPipe.early`, filled by :meth:`RestingPipe.more`,
+    used by the load's :class:`RestingSpan`, or dropped.
+
+    Attributes:
+        tokens: how many it has been given.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.parts: list[Part] = []
+        self.leases: list[Lease] = []
+        self.copied: dict[tuple[int, int], _Slot] = {}  # (layer, part) -> where it is, or will be
 
 
 @dataclass(frozen=True)
@@ -40,37 +63,13 @@ class RestingSpan:
         chunks: in the order of the sequence, of one shape ``[planes, L, CH, H]``.
         skip: tokens at the beginning of the first chunk that are not loaded.
         blocks: block ids of the tokens behind them; what is left of the last chunk is not loaded either.
+        early: in place of ``chunks`` and ``skip``: those same tokens, which were given before.
     """
 
     chunks: Sequence[Resting]
     skip: int
     blocks: Sequence[int]
-
-
-def merged(chunks: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Chunks ``[planes, L, CH, H]`` as runs ``[planes, L, T, H]``: those that follow each other along the token axis in memory are one."""
-    runs: list[torch.Tensor] = []
-    tokens = behind = storage = 0
-    strides: tuple[int, ...] = ()
-
-    def close() -> None:
-        if tokens > runs[-1].shape[2]:
-            planes, layers, _, hidden = runs[-1].shape
-            runs[-1] = runs[-1].as_strided((planes, layers, tokens, hidden), strides)
-
-    for chunk in chunks:
-        here, its_strides, its_storage = chunk.data_ptr(), chunk.stride(), chunk.untyped_storage().data_ptr()
-        if runs and here == behind and its_strides == strides and its_storage == storage:
-            tokens += chunk.shape[2]
-        else:
-            if runs:
-                close()
-            runs.append(chunk)
-            tokens, strides, storage = chunk.shape[2], its_strides, its_storage
-        behind = here + chunk.shape[2] * its_strides[2] * chunk.element_size()
-    if runs:
-        close()
-    return runs
+    early: EarlyCopies | None = None
 
 
 class RestingPipe:
@@ -79,44 +78,103 @@ class RestingPipe:
     The steps are called on the engine's thread; none waits for the device. A failure of the device raises from none of them: it is kept
     in :attr:`failure`, nothing more is queued, and none of the step's loads counts.
 
+    Before that, :meth:`early`, :meth:`more` and :meth:`fill` begin the copies of a load that is to come, into buffers that nobody else
+    needs. They may come at any time, between the steps of another step too.
+
     Leases are released when the copies out of their memory are over on the device, seen at any later step or :meth:`poll`.
 
     Args:
         streams, connector: of the pages.
-        staging_tokens: tokens that one of the two buffers holds, rounded down to whole blocks, at least one. They are made here.
+        staging_tokens: tokens that a buffer holds, rounded down to whole blocks, at least one.
+        slots: buffers, at least two; more let more copies begin early. They are made here.
         ahead: layers queued beyond the one that is about to be computed.
 
     Raises:
-        ConfigError: ``ahead`` is negative.
+        ConfigError: ``ahead`` is negative, or there are too few buffers.
     """
 
-    def __init__(self, streams: Streams, connector: LayerConnector, *, staging_tokens: int, ahead: int = 2) -> None:
+    def __init__(
+        self, streams: Streams, connector: LayerConnector, *, staging_tokens: int, slots: int = LEAST_SLOTS, ahead: int = 2
+    ) -> None:
         if ahead < 0:
             raise ConfigError(f"ahead must be 0 or more, got {ahead}")
+        if slots < LEAST_SLOTS:
+            raise ConfigError(f"loads need {LEAST_SLOTS} staging buffers, got {slots}")
         self.failure: Exception | None = None
         self._streams, self._connector, self._ahead = streams, connector, ahead
         self._tokens = max(staging_tokens // connector.block_size, 1) * connector.block_size
-        self._slots = [_Slot(connector.new_staging(self._tokens)) for _ in range(2)]
-        self._turn = 0
+        self._slots = [_Slot(i, connector.new_staging(self._tokens)) for i in range(slots)]
+        self._free = deque(self._slots)
         self._events: list[Any] = [None] * (ahead + 1)  # behind a layer's scatters; compute waits for it before it is used again
         self._before: Any = None  # behind what compute was given before the step
-        self._parts: list[_Part] = []
+        self._groups: list[_Group] = []
         self._leases: list[Lease] = []
-        self._touched = False  # whether copies of this step were queued
+        self._early: list[EarlyCopies] = []
         self._queued = self._waited = 0  # layers
+        self._touched = False  # whether anything was ever copied
         self._late: list[tuple[Any, list[Lease]]] = []
         self._lock = threading.Lock()  # over `_late`: who is short of memory polls from other threads
 
     @property
     def nbytes(self) -> int:
-        """Of the two buffers."""
+        """Of the buffers."""
         return sum(slot.buffer.nbytes for slot in self._slots)
 
     @property
     def leases_held(self) -> int:
         """How many have not been released."""
         with self._lock:
-            return len(self._leases) + sum(len(leases) for _, leases in self._late)
+            early = sum(len(early.leases) for early in self._early)
+            return len(self._leases) + early + sum(len(leases) for _, leases in self._late)
+
+    # -- before there are pages
+
+    def early(self) -> EarlyCopies | None:
+        """A load to come, with no tokens so far; None if every buffer has its use."""
+        if len(self._free) <= LEAST_SLOTS:
+            return None
+        self._early.append(early := EarlyCopies())
+        return early
+
+    @torch.inference_mode()
+    def more(self, early: EarlyCopies, chunks: Sequence[Resting], skip: int, tokens: int) -> None:
+        """``tokens`` tokens behind those it has, from token ``skip`` of ``chunks`` on. Their first layer is copied, and a little of others,
+        as far as there is room. The leases are the pipe's from here on.
+
+        Raises:
+            Exception: the chunks are not what they should be, or the device failed: drop it.
+        """
+        early.leases += [chunk.lease for chunk in chunks]
+        parts = self._parts(self._pieces(chunks, skip, tokens))
+        early.parts += parts
+        early.tokens += tokens
+        self._copy_early(early, (1 + BETWEEN) * len(parts))
+
+    @torch.inference_mode()
+    def fill(self, early: EarlyCopies) -> None:
+        """It has all its tokens: as much of it is copied as there is room. Raises as :meth:`more`."""
+        self._copy_early(early, len(self._free))
+
+    def drop(self, early: EarlyCopies) -> None:
+        """The load does not come. Nothing if it was begun, or dropped before."""
+        if early in self._early:
+            self._early.remove(early)
+            self._free.extend(early.copied.values())  # their next copies are on the same stream, behind these
+            early.copied = {}
+            leases, early.leases = early.leases, []
+            self._let_go(leases)
+            self.poll()
+
+    def _copy_early(self, early: EarlyCopies, most: int) -> None:
+        """Up to ``most`` parts that were not copied, first layers first."""
+        for place in itertools.product(range(self._connector.num_layers), range(len(early.parts))):
+            if not most or len(self._free) <= LEAST_SLOTS:
+                return
+            if place not in early.copied:
+                early.copied[place] = self._free.popleft()
+                with self._streams.on(self._streams.load):
+                    self._copy(early.parts[place[1]], place[0], early.copied[place])
+                most -= 1
 
     # -- the steps
 
@@ -127,24 +185,38 @@ class RestingPipe:
         Raises:
             StepOrderError: another step has not ended.
         """
-        if self._parts or self._leases:
+        if self._groups or self._leases:
             raise StepOrderError("begin() out of turn: another step's loads are under way; the steps are begin, layer(0) .., end")
         self.poll()
-        self.failure, self._touched, self._queued, self._waited = None, False, 0, 0
+        self.failure, self._queued, self._waited = None, 0, 0
         self._leases = [chunk.lease for span in spans for chunk in span.chunks]
-        streams = self._streams
+        streams, n = self._streams, self._connector.block_size
+        early = [span for span in spans if span.early is not None]
+        others = [span for span in spans if span.early is None]
+        for span in early:
+            assert span.early is not None
+            self._early.remove(span.early)
+            self._leases += span.early.leases
+            self._groups.append(_Group(span.early.parts, span.early.copied))
         try:
-            parts = _cut([piece for span in spans for piece in self._pieces(span)], self._tokens)
+            for span in early:
+                assert span.early is not None
+                if span.early.tokens != len(span.blocks) * n:
+                    raise ShapeError(f"{len(span.blocks)} blocks of {n} for {span.early.tokens} tokens, whose copies began early")
+            pieces = [piece for span in others for piece in self._pieces(span.chunks, span.skip, len(span.blocks) * n)]
+            self._groups.append(_Group(self._parts(pieces), {}))
             self._before = streams.record(streams.compute(), self._before)
             # Blocks that this step was given may still be read or written by steps before it. Staging and chunks are not.
             streams.wait(streams.pages, self._before)
             with streams.on(streams.pages):
-                blocks = self._connector.prepare([block for span in spans for block in span.blocks])
-            first, n = 0, self._connector.block_size
-            for pieces in parts:
-                count = sum(end - start for _, start, end in pieces) // n
-                self._parts.append(_Part(self._connector, pieces, blocks[first : first + count]))
-                first += count
+                blocks = self._connector.prepare([block for span in (*early, *others) for block in span.blocks])
+            first = 0
+            for group in self._groups:
+                for part in group.parts:
+                    group.blocks.append([])
+                    for length in part.lengths:
+                        group.blocks[-1].append(blocks[first : first + length // n])
+                        first += length // n
             for layer in range(min(self._ahead + 1, self._connector.num_layers)):
                 self._queue(layer)
         except Exception as error:
@@ -158,7 +230,7 @@ class RestingPipe:
         Raises:
             StepOrderError: another layer's turn.
         """
-        if not self._parts:
+        if not self._groups:
             return
         if index != self._waited or index >= self._connector.num_layers:
             raise StepOrderError(f"layer({index}) out of turn: next is layer({self._waited})")
@@ -172,18 +244,23 @@ class RestingPipe:
 
     def end(self) -> None:
         """Nothing more is queued. What was queued and not waited for, compute waits for: its pages may get new owners. Twice is fine."""
-        self._parts = []
+        for group in self._groups:
+            self._free.extend(group.copied.values())  # copied early, and never needed
+        self._groups = []
         try:
             if self._waited < self._queued:
                 self._streams.wait(self._streams.compute(), self._events[(self._queued - 1) % len(self._events)])
         except Exception as error:
             self.failure = self.failure or error
         self._waited = self._queued
-        self._let_go()
+        leases, self._leases = self._leases, []
+        self._let_go(leases)
         self.poll()
 
     def close(self) -> None:
         """Give up what is under way, and wait until no memory of others is read any more. Twice is fine."""
+        for early in tuple(self._early):
+            self.drop(early)
         self.end()
         while self._release(closing=True):
             time.sleep(_PAUSE_S)
@@ -195,66 +272,82 @@ class RestingPipe:
     # -- queueing
 
     def _queue(self, layer: int) -> None:
-        streams, connector = self._streams, self._connector
+        streams = self._streams
+        parts = [(group, index) for group in self._groups for index in range(len(group.parts))]
         try:
-            for part in self._parts:
-                slot = self._slots[self._turn]
-                sources = part.sources
-                targets, staged = part.places(self._turn, slot.buffer)
-                self._turn = 1 - self._turn
-                self._touched = True
+            while parts:
+                taken: list[tuple[_Group, int, _Slot]] = []
                 try:
-                    with streams.on(streams.load):
-                        if slot.free is not None:
-                            streams.wait(streams.load, slot.free)
-                        for target, source in zip(targets, sources, strict=True):
-                            connector.copy(target, source[layer])
-                finally:
-                    slot.copied = streams.record(streams.load, slot.copied)
-                if slot.copied is not None:
-                    streams.wait(streams.pages, slot.copied)
-                try:
+                    with streams.on(streams.load):  # once for as many parts as there is room for: it has its price
+                        while parts and ((layer, parts[0][1]) in parts[0][0].copied or self._free):
+                            group, index = parts.pop(0)
+                            slot = group.copied.pop((layer, index), None)
+                            early = slot is not None
+                            slot = slot or self._free.popleft()
+                            taken.append((group, index, slot))
+                            if not early:
+                                self._copy(group.parts[index], layer, slot)
                     with streams.on(streams.pages):
-                        connector.write(layer, staged, part.blocks)
+                        for group, index, slot in taken:
+                            self._write(group, index, layer, slot)
                 finally:
-                    slot.free = streams.record(streams.pages, slot.free)
+                    self._free.extend(slot for _, _, slot in taken)
         finally:
             place = layer % len(self._events)
             self._events[place] = streams.record(streams.pages, self._events[place])
             self._queued = layer + 1
-        if self._queued == connector.num_layers:
-            self._let_go()
+        if self._queued == self._connector.num_layers:
+            leases, self._leases = self._leases, []
+            self._let_go(leases)
+
+    def _copy(self, part: Part, layer: int, slot: _Slot) -> None:
+        """Queue the copies of one layer of ``part`` into a buffer that nobody else has, on the load stream, which is current."""
+        streams, copy = self._streams, self._connector.copy
+        self._touched = True
+        try:
+            if slot.free is not None:
+                streams.wait(streams.load, slot.free)
+            for target, source in zip(part.places(slot.index, slot.buffer)[0], part.sources, strict=True):
+                copy(target, source[layer])
+        finally:
+            slot.copied = streams.record(streams.load, slot.copied)
+
+    def _write(self, group: _Group, index: int, layer: int, slot: _Slot) -> None:
+        """Queue the scatters of a part that was copied, on the pages stream, which is current."""
+        streams, part = self._streams, group.parts[index]
+        streams.wait(streams.pages, slot.copied)
+        try:
+            for staged, blocks in zip(part.places(slot.index, slot.buffer)[1], group.blocks[index], strict=True):
+                self._connector.write(layer, staged, blocks)
+        finally:
+            slot.free = streams.record(streams.pages, slot.free)
 
     def _fail(self, error: Exception) -> None:
         self.failure = self.failure or error
         logger.warning("loads from memory are given up: %s: %s", type(error).__name__, error)
         self.end()
 
-    def _pieces(self, span: RestingSpan) -> Iterator[_Piece]:
+    def _parts(self, pieces: Sequence[Piece]) -> list[Part]:
+        return [Part(self._connector, part) for part in cut(pieces, self._tokens)]
+
+    def _pieces(self, chunks: Sequence[Resting], skip: int, tokens: int) -> list[Piece]:
         c = self._connector
-        chunks = [chunk.tensor for chunk in span.chunks]
-        wanted = torch.Size((c.num_planes, c.num_layers, chunks[0].shape[2] if chunks else 0, c.hidden))
-        for chunk in chunks:
+        tensors = [chunk.tensor for chunk in chunks]
+        wanted = torch.Size((c.num_planes, c.num_layers, tensors[0].shape[2] if tensors else 0, c.hidden))
+        for chunk in tensors:
             if chunk.shape != wanted or chunk.dtype != c.dtype or chunk.stride()[2:] != (c.hidden, 1):
                 raise ShapeError(
                     f"a chunk is {tuple(wanted)} of {c.dtype}, each [CH, H] contiguous; got {tuple(chunk.shape)} of {chunk.dtype}, strides "
                     f"{chunk.stride()}"
                 )
-        left, first = len(span.blocks) * c.block_size, span.skip
-        if not 0 <= first + left <= sum(chunk.shape[2] for chunk in chunks):
-            raise ShapeError(f"{len(span.blocks)} blocks of {c.block_size} from token {first} on are more than {len(chunks)} chunks hold")
-        for run in merged(chunks):
-            last = min(run.shape[2], first + left)
-            if first < last:
-                yield run, first, last
-                left -= last - first
-            first = max(first - run.shape[2], 0)
+        if not 0 <= skip + tokens <= sum(chunk.shape[2] for chunk in tensors):
+            raise ShapeError(f"{tokens} tokens from token {skip} on are more than {len(tensors)} chunks hold")
+        return list(pieces_of(tensors, skip, tokens))
 
     # -- leases
 
-    def _let_go(self) -> None:
-        """No copy of this step is queued any more: its leases go when those that were are over."""
-        leases, self._leases = self._leases, []
+    def _let_go(self, leases: list[Lease]) -> None:
+        """No further copy out of their memory will be queued: they go when those that were are over."""
         if not leases:
             return
         event: Any = None
@@ -268,13 +361,16 @@ class RestingPipe:
             self._late.append((event, leases))
 
     def _release(self, *, closing: bool) -> bool:
-        over: list[tuple[Any, list[Lease]]] = []
+        over: list[list[Lease]] = []
         late: list[tuple[Any, list[Lease]]] = []
         with self._lock:
-            for entry in self._late:
-                (over if _over(entry[0], closing) else late).append(entry)
+            for event, leases in self._late:
+                if _over(event, closing):
+                    over.append(leases)
+                else:
+                    late.append((event, leases))
             self._late = late
-        for _, leases in over:
+        for leases in over:
             for lease in leases:
                 try:
                     lease.release()
@@ -286,43 +382,18 @@ class RestingPipe:
 class _Slot:
     """A staging buffer, an event behind the last copy into it, and one behind the last scatter out of it."""
 
-    def __init__(self, buffer: torch.Tensor) -> None:
-        self.buffer = buffer
+    def __init__(self, index: int, buffer: torch.Tensor) -> None:
+        self.index, self.buffer = index, buffer
         self.copied: Any = None
         self.free: Any = None
 
 
-class _Part:
-    """What goes through a staging buffer at once, of any layer.
+class _Group:
+    """Parts of the same loads, with the block ids of each, and those that were copied before the step."""
 
-    Attributes:
-        sources: ``[L, t * H]`` on the host, for each piece and plane.
-        blocks: ids, on the device.
-    """
-
-    def __init__(self, connector: LayerConnector, pieces: Sequence[_Piece], blocks: torch.Tensor) -> None:
-        self._planes, self._hidden = connector.num_planes, connector.hidden
-        self._lengths = [end - start for _, start, end in pieces]
-        self.blocks = blocks
-        self.sources: list[torch.Tensor] = []
-        self._places: list[tuple[list[torch.Tensor], torch.Tensor] | None] = [None, None]
-        for run, start, end in pieces:
-            by_plane, by_layer, row, _ = run.stride()
-            shape, strides, offset = (run.shape[1], (end - start) * self._hidden), (by_layer, 1), run.storage_offset() + start * row
-            self.sources += [run.as_strided(shape, strides, offset + plane * by_plane) for plane in range(self._planes)]
-
-    def places(self, index: int, buffer: torch.Tensor) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """Where each source goes in buffer ``index``, and what is then to be scattered, ``[planes, T, H]``."""
-        found = self._places[index]
-        if found is None:
-            tokens, targets, first = sum(self._lengths), [], 0
-            for length in self._lengths:
-                for plane in range(self._planes):
-                    targets.append(buffer.narrow(0, (plane * tokens + first) * self._hidden, length * self._hidden))
-                first += length
-            staged = buffer[: self._planes * tokens * self._hidden].view(self._planes, tokens, self._hidden)
-            found = self._places[index] = (targets, staged)
-        return found
+    def __init__(self, parts: list[Part], copied: dict[tuple[int, int], _Slot]) -> None:
+        self.parts, self.copied = parts, copied
+        self.blocks: list[list[torch.Tensor]] = []  # of each part and piece
 
 
 class _Unknown:
@@ -340,20 +411,3 @@ def _over(event: Any, closing: bool) -> bool:
         return bool(event.query())
     except Exception:
         return closing
-
-
-def _cut(pieces: Sequence[_Piece], capacity: int) -> list[list[_Piece]]:
-    """Pieces by staging buffer, ``capacity`` tokens each; only the last is not full."""
-    parts: list[list[_Piece]] = []
-    room = 0
-    for run, first, end in pieces:
-        start = first
-        while start < end:
-            if not room:
-                parts.append([])
-                room = capacity
-            last = min(end, start + room)
-            parts[-1].append((run, start, last))
-            room -= last - start
-            start = last
-    return parts

@@ -66,7 +66,7 @@ class NullStreams:
 
 
 class CudaStreams:
-    """Three streams of their own on ``device``, beside the current one."""
+    """Streams of their own on ``device``, beside the current one."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

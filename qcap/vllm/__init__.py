@@ -39,8 +39,8 @@ def transfer_config(
         on_pressure: ``"wait"`` holds the engine back rather than lose a row; ``"skip"`` never slows it and counts what it left out.
         kv: capture keys and values.
         load: who may load stored KV: ``"salted"`` requests, ``"all"``, or ``"off"``.
-        **more: ``q_ring_bytes``, ``q_ring_blocks``, ``q_ring_depth``, ``q_recorded_layers``, ``host_bytes``, ``debug``,
-            ``model_name``, ``layerwise``: see :class:`~qcap.config.CaptureConfig`.
+        **more: ``q_ring_bytes``, ``q_ring_blocks``, ``q_ring_depth``, ``q_recorded_layers``, ``host_bytes``, ``load_ahead_bytes``,
+            ``debug``, ``model_name``, ``layerwise``: see :class:`~qcap.config.CaptureConfig`.
 
     Returns:
         ``vllm.config.KVTransferConfig``.
@@ -52,8 +52,8 @@ def transfer_config(
 
     names = [*inspect.signature(transfer_config).parameters][:-1]
     options = {"q_ring_bytes": "qcap.q.ring_bytes", "q_ring_blocks": "qcap.q.ring_blocks", "q_ring_depth": "qcap.q.ring_depth",
-               "host_bytes": "qcap.host_bytes", "debug": "qcap.debug", "model_name": "qcap.model_name",
-               "layerwise": "qcap.layerwise", "q_recorded_layers": "qcap.q.recorded_layers"}  # fmt: skip
+               "host_bytes": "qcap.host_bytes", "load_ahead_bytes": "qcap.load_ahead_bytes", "debug": "qcap.debug",
+               "model_name": "qcap.model_name", "layerwise": "qcap.layerwise", "q_recorded_layers": "qcap.q.recorded_layers"}  # fmt: skip
     for name in more:
         if name not in options:
             near = difflib.get_close_matches(name, [*names, *options], n=1, cutoff=0.0)[0]

@@ -23,7 +23,7 @@ from qcap.errors import ConfigError, Unsupported
 from qcap.geometry import dtype_name, parse_dtype
 from qcap.vllm.layouts import CacheGroup, pick_group
 from qcap.vllm.scheduler import KeyParts, SchedulerSide
-from qcap.vllm.worker import WorkerSide, finish_in_process
+from qcap.vllm.worker import EarlyInProcess, WorkerSide, finish_in_process
 
 logger = logging.getLogger("qcap.vllm")
 T = TypeVar("T")
@@ -89,6 +89,7 @@ class QcapConnector(KVConnectorBase_V1, SupportsHMA):
             finish_now=lambda update, done: finish_in_process(self._engine_id, update, done),
             # It reaches API clients: a URL with credentials or options in it is not theirs to see.
             note={"store": "" if set("@?") & set(self._config.store) else self._config.store, "engine_id": self._engine_id},
+            early=EarlyInProcess(self._engine_id),
         )
 
     # ---- class level --------------------------------------------------------------------------------------------------------------

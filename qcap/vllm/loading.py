@@ -21,6 +21,7 @@ from qcap.geometry import Geometry
 from qcap.kernels import PageTable
 from qcap.kinds import CacheKind
 from qcap.layerwise import (
+    EarlyCopies,
     LayerMissing,
     LayerwiseLoad,
     LazyReader,
@@ -34,15 +35,18 @@ from qcap.layerwise import (
     streams_for,
 )
 from qcap.store.tiers import Backend, LayerReader, Resting
-from qcap.tokens import ChunkRecord, chunk_key, positions_between
+from qcap.tokens import ChunkRecord, TokenChunk, chunk_key, positions_between
 
 POOL_BYTES = 1 << 30
 """Most host memory for layers on their way in."""
 STAGING_BYTES = 16 << 20
 """Size of the device buffer that a fetched layer's rows pass through."""
-RESTING_BYTES = 64 << 20
-"""Size of each of the two device buffers that rows pass through which lie in this process's memory."""
+RESTING_BYTES = 32 << 20
+"""Size of a device buffer that rows pass through which lie in this process's memory."""
 RESTING_BYTES_CPU = 1 << 20
+AHEAD_BYTES = 1 << 30
+"""Device memory for such buffers, as far as nothing else is said and there is eight times as much. Beyond the few that loads need, they
+hold what is copied before the engine has given a request its blocks and begun the step: 18 ms of a fast link."""
 READERS = 16
 """Chunks that are read at once."""
 
@@ -102,12 +106,13 @@ def first_to_check(load: LoadRequest, chunk_size: int) -> int:
 @dataclass(frozen=True)
 class LoadOutcome:
     """What became of a load: ``problem`` is why its blocks hold garbage, None if they do not. ``resting``: it was made from where its
-    chunks lie in memory."""
+    chunks lie in memory; ``early``: and begun before it had its blocks."""
 
     load: LoadRequest
     problem: Exception | None
     layerwise: bool
     resting: bool = False
+    early: bool = False
 
 
 class LayerLoads:
@@ -120,6 +125,8 @@ class LayerLoads:
     with all such loads of the step. For any other, host memory is lent when it begins, one or two layers of it, and comes back when it
     ends: no load waits for another, or for what is being captured. A load for which there is none is loaded whole, at once.
 
+    Copies from memory need no pages: with ``ahead_bytes`` they may begin while vLLM still looks for blocks (:meth:`early`).
+
     Args:
         geometry: of this rank.
         backend: where the chunks are.
@@ -131,8 +138,9 @@ class LayerLoads:
         layered: False for an engine that does not run Python before each layer: then :meth:`at_once` is the only step, nothing is fetched
             layer by layer, and ``host_bytes`` is not needed.
         streams: of the device; for tests.
-        resting_bytes: of each of the two device buffers for chunks in memory; None takes :data:`RESTING_BYTES`, less on the CPU and where
-            the pages are fewer.
+        resting_bytes: of each device buffer for chunks in memory; None takes :data:`RESTING_BYTES`, less on the CPU and where the pages are
+            fewer.
+        ahead_bytes: of all of them together, at least the few that loads need.
     """
 
     def __init__(
@@ -148,6 +156,7 @@ class LayerLoads:
         layered: bool = True,
         streams: Streams | None = None,
         resting_bytes: int | None = None,
+        ahead_bytes: int = 0,
     ) -> None:
         self._geometry, self._backend, self._lowest, self._whole = geometry, backend, lowest, whole
         cuda = device.type == "cuda"
@@ -167,13 +176,15 @@ class LayerLoads:
             connector.warm_up()
         if resting_bytes is None:
             resting_bytes = min(RESTING_BYTES if cuda else RESTING_BYTES_CPU, table.num_blocks * geometry.block_size * row)
-        self._pipe = RestingPipe(streams, connector, staging_tokens=resting_bytes // row)
+        slots = max(ahead_bytes // resting_bytes, 4 if cuda else 2)
+        self._pipe = RestingPipe(streams, connector, staging_tokens=resting_bytes // row, slots=slots)
         self.device_bytes = sum(buffer.nbytes for buffer in connector.staging) + self._pipe.nbytes
         self.arena = HostArena(host_bytes, pinned=cuda and layered, waits=False)
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="qcap-read")
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="qcap-load") if cuda else None
         self._gear = LoadGear(streams, connector, self.arena, self._loader)
         self._entries: list[_Entry] = []
+        self._early: dict[int, _EarlyLoad] = {}  # by uid of the request
         self._next = 0
         self.unseen = False
         """Whether a forward pass ran without asking for its layers: loads of this engine must be whole before it."""
@@ -183,16 +194,89 @@ class LayerLoads:
         """Whether a step's loads have begun and not ended."""
         return bool(self._entries)
 
+    def early(self, uid: int, salt: str, start: int, end: int, chunks: Sequence[TokenChunk], token_ids: Sequence[int]) -> bool:
+        """Tokens ``[start, end)`` of a load that comes with the next step, unless vLLM finds no blocks for it. Those of one load come one
+        behind the other; their chunks are checked as those of any load.
+
+        Args:
+            uid, salt: whose.
+            chunks, token_ids: of the sequence, up to ``end`` at least.
+
+        Returns:
+            Whether this load may be told more of. If not, nothing of it was begun, and the step's loads bring it as if it had never been
+            told of.
+        """
+        early = self._early.get(uid)
+        if early is None:
+            backend = self._backend
+            can = self._geometry.tp_size == 1 and backend.cheap_contains and backend.keeps_leases  # all in this process
+            copies = self._pipe.early() if can else None
+            if copies is None:
+                return False
+            early = self._early[uid] = _EarlyLoad(start, copies)
+        try:
+            self._extend(early, salt, start, end, chunks, token_ids)
+        except Exception as error:
+            logger.debug("a load is not begun early: %s: %s", type(error).__name__, error)
+            del self._early[uid]
+            self._pipe.drop(early.copies)
+            return False
+        return True
+
+    def early_told(self, uid: int) -> None:
+        """The load has been told of to its end: what room there is may be used for it."""
+        early = self._early.get(uid)
+        if early is not None:
+            try:
+                self._pipe.fill(early.copies)
+            except Exception as error:
+                logger.debug("a load is not begun early: %s: %s", type(error).__name__, error)
+                del self._early[uid]
+                self._pipe.drop(early.copies)
+
+    def forget_early(self) -> None:
+        """No load of the next step was told of."""
+        early, self._early = self._early, {}
+        for one in early.values():
+            self._pipe.drop(one.copies)
+
+    def _extend(self, early: _EarlyLoad, salt: str, start: int, end: int, chunks: Sequence[TokenChunk], token_ids: Sequence[int]) -> None:
+        if start != early.end:
+            raise QcapError(f"tokens from {start} on do not follow {early.end}")
+        size = self._geometry.chunk_size
+        first = start // size
+        if salt and first and not early.records:  # see first_to_check
+            self._look(early.records, None, salt, chunks[first - 1].digest, token_ids, start=(first - 1) * size)
+        readers: list[LayerReader] = []
+        for index in range(first, -(-end // size)):
+            self._look(early.records, readers, salt, chunks[index].digest, token_ids, start=index * size)
+            early.digests.append(chunks[index].digest)
+        rest = _rest(readers)
+        if not rest:
+            raise QcapError("its chunks do not lie in memory")
+        self._pipe.more(early.copies, rest, start % size, end - start)
+        early.end = end
+
     def begin(self, loads: Sequence[LoadRequest]) -> None:
         """Check all chunks of all loads by their headers, then start fetching layer 0 of each, or copying it from where it lies."""
         self._next = 0
         self._pipe.end()
         self._entries = [_Entry(load) for load in loads]
         for entry in self._entries:
-            entry.attempt(self._open)
+            early = self._early.get(entry.load.uid)
+            if early is not None and early.is_of(entry.load, self._geometry.chunk_size):
+                entry.early, entry.records = early, early.records
+                del self._early[entry.load.uid]
+        self.forget_early()
+        for entry in self._entries:
+            if entry.early is None:
+                entry.attempt(self._open)
         for entry in self._entries:
             entry.attempt(self._check)
         self._agree()
+        for entry in self._entries:
+            if entry.early is not None and entry.problem is not None:
+                self._pipe.drop(entry.early.copies)
         try:
             self._start([entry for entry in self._entries if entry.problem is None])
         except Exception as error:
@@ -248,7 +332,13 @@ class LayerLoads:
             logger.error("the ranks cannot be asked about their loads: %s", error)
         other = QcapError("another rank could not load these chunks")
         return [
-            LoadOutcome(entry.load, entry.problem if entry.problem is not None or ok else other, entry.layerwise, entry.resting)
+            LoadOutcome(
+                entry.load,
+                entry.problem if entry.problem is not None or ok else other,
+                entry.layerwise,
+                entry.resting,
+                entry.resting and entry.early is not None,
+            )
             for entry, ok in zip(entries, good, strict=True)
         ]
 
@@ -259,6 +349,7 @@ class LayerLoads:
     def close(self) -> None:
         """Give up what is under way, and wait for the threads, and for copies out of memory that is not ours. Twice is fine."""
         entries, self._entries = self._entries, []
+        self._early.clear()
         self._pipe.close()
         for entry in entries:
             entry.give_up()
@@ -275,25 +366,39 @@ class LayerLoads:
         size, inline = geometry.chunk_size, backend.cheap_contains
         for start in range(first_to_check(load, size) * size, load.end, size):
             wanted = start + size > load.start  # else it is the one before, which may be missing
-            key = chunk_key(CacheKind.KV, geometry, load.digests[start // size], load.salt)
 
             def check(record: ChunkRecord, start: int = start) -> None:
                 check_record(record, geometry, load.token_ids[start : start + size], start)
 
             if inline:
-                found = backend.open_layers(key)
-                if found is not None:
-                    check(found.record)
-                    entry.records.append(found.record)
-                    if wanted:
-                        entry.readers.append(found)
-                elif wanted:
-                    raise LayerMissing(f"{key} is no longer in the store")
+                self._look(entry.records, entry.readers if wanted else None, load.salt, load.digests[start // size], load.token_ids, start)
             else:
+                key = chunk_key(CacheKind.KV, geometry, load.digests[start // size], load.salt)
                 reader = LazyReader(backend, key, check)
                 entry.headers.append(self._readers.submit(_header, reader, not wanted))
                 if wanted:
                     entry.readers.append(reader)
+
+    def _look(
+        self,
+        records: list[ChunkRecord],
+        readers: list[LayerReader] | None,
+        salt: str,
+        digest: str,
+        token_ids: Sequence[int],
+        start: int,
+    ) -> None:
+        """Read and check one header, where that costs no round trip. Without ``readers`` the chunk may be missing."""
+        geometry = self._geometry
+        key = chunk_key(CacheKind.KV, geometry, digest, salt)
+        found = self._backend.open_layers(key)
+        if found is not None:
+            check_record(found.record, geometry, token_ids[start : start + geometry.chunk_size], start)
+            records.append(found.record)
+            if readers is not None:
+                readers.append(found)
+        elif readers is not None:
+            raise LayerMissing(f"{key} is no longer in the store")
 
     def _check(self, entry: _Entry) -> None:
         if entry.problem is None:
@@ -325,10 +430,15 @@ class LayerLoads:
         n, size = self._geometry.block_size, self._geometry.chunk_size
         spans: list[RestingSpan] = []
         for entry in entries:
-            entry.attempt(_rest)
+            load = entry.load
+            blocks = load.block_ids[load.start // n : load.end // n]
+            if entry.early is not None:
+                spans.append(RestingSpan((), 0, blocks, entry.early.copies))
+                entry.resting = True
+                continue
+            entry.attempt(lambda entry: entry.chunks.extend(_rest(entry.readers)))
             if entry.chunks:
-                load = entry.load
-                spans.append(RestingSpan(entry.chunks, load.start % size, load.block_ids[load.start // n : load.end // n]))
+                spans.append(RestingSpan(entry.chunks, load.start % size, blocks))
                 entry.chunks, entry.resting = [], True
         if spans:
             self._pipe.begin(spans)
@@ -372,6 +482,8 @@ class LayerLoads:
         self._pipe.end()
         for entry in self._entries:
             entry.problem = entry.problem or error
+            if entry.early is not None:
+                self._pipe.drop(entry.early.copies)
             if entry.job is not None:
                 entry.job.close()
 
@@ -438,6 +550,7 @@ class _Entry:
         self.readers: list[LayerReader] = []
         self.records: list[ChunkRecord] = []
         self.chunks: list[Resting] = []
+        self.early: _EarlyLoad | None = None
         self.resting = False
         self.slots: LentLayers | None = None
         self.job: LayerwiseLoad | None = None
@@ -460,19 +573,36 @@ class _Entry:
             self.slots.release()
 
 
-def _rest(entry: _Entry) -> None:
-    """Find the chunks of a load in memory; nothing is held unless all of them are there."""
+class _EarlyLoad:
+    """What of a load was begun before it had its blocks: tokens ``[start, end)``."""
+
+    def __init__(self, start: int, copies: EarlyCopies) -> None:
+        self.start = self.end = start
+        self.copies = copies
+        self.records: list[ChunkRecord] = []
+        self.digests: list[str] = []  # of the chunks that hold them
+
+    def is_of(self, load: LoadRequest, chunk_size: int) -> bool:
+        """Whether that is just what ``load`` loads."""
+        return (self.start, self.end) == (load.start, load.end) and self.digests == list(load.digests[load.start // chunk_size :])
+
+
+def _rest(readers: Sequence[LayerReader]) -> list[Resting]:
+    """Chunks where they lie in memory; none, and nothing is held, unless all of them are there."""
     found: list[Resting] = []
+    done = False
     try:
-        for reader in entry.readers:
+        for reader in readers:
             chunk = reader.rest()
             if chunk is None:
-                return
+                return []
             found.append(chunk)
-        entry.chunks, found = found, []
+        done = True
+        return found
     finally:
-        for chunk in found:
-            chunk.lease.release()
+        if not done:
+            for chunk in found:
+                chunk.lease.release()
 
 
 def _header(reader: LazyReader, may_be_missing: bool) -> ChunkRecord | None:

@@ -8,7 +8,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from qcap.attribution import FinishedRequest, LoadRequest, RequestStep, Step, TokenUpdate, flatten, request_step, token_update
 from qcap.config import CaptureConfig
@@ -26,6 +26,18 @@ _uids = itertools.count(1)  # of the process: two engines in it never use one nu
 RETRY_LOAD_S = 60.0
 """A chunk whose load failed is not offered again for this long: each failure costs the request a recompute."""
 MAX_BAD = 1 << 16
+MATCH_CHUNKS = 32
+"""So many chunks are looked for before a worker is told of those that are there: it can begin with them."""
+
+
+class EarlyLoads(Protocol):
+    """A worker that may begin a load before it has blocks."""
+
+    def more(self, uid: int, salt: str, start: int, end: int, chunks: Sequence[TokenChunk], token_ids: Sequence[int]) -> bool:
+        """See :meth:`~qcap.vllm.loading.LayerLoads.early`."""
+
+    def told(self, uid: int) -> None:
+        """See :meth:`~qcap.vllm.loading.LayerLoads.early_told`."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +69,7 @@ class _Followed:
     loading: tuple[str, ...] = ()  # digests of the chunks of its last load
     computed: int = 0  # the furthest position ever scheduled: vLLM's own count is 0 while a request is preempted
     admitted: bool = False  # scheduled at least once, so the worker knows it
+    told_early: bool = False  # of its load; if there are no blocks for it then, copying in vain again and again would do no good
 
 
 class SchedulerSide:
@@ -70,6 +83,8 @@ class SchedulerSide:
         backend: opened on first use; only presence is asked for here.
         speculative: the engine drafts tokens.
         finish_now: hands (token update, finished request) to a worker in this process and says whether there is one.
+        note: what :meth:`finished` tells of where things are.
+        early: the worker, if it may begin loads early.
     """
 
     def __init__(
@@ -83,12 +98,14 @@ class SchedulerSide:
         speculative: bool,
         finish_now: Callable[[TokenUpdate | None, FinishedRequest], bool],
         note: dict[str, str],
+        early: EarlyLoads | None = None,
     ) -> None:
         self._config, self._parts = config, parts
         self._group, self._block_size = group, block_size
         self._open_backend = backend
         self._backend: Backend | None = None
         self._speculative, self._finish_now, self._note = speculative, finish_now, note
+        self._early = early
         self._database = ChunkedTokenDatabase(config.chunk_size)
         self._followed: dict[str, _Followed] = {}
         self._number = 0
@@ -125,7 +142,7 @@ class SchedulerSide:
 
     def _is_edit(self, followed: _Followed) -> bool:
         """Whether the first chunk of this sequence is stored under this salt as an edit; True if that cannot be told."""
-        chunks = self._chunks(followed)
+        chunks = self._chunks(followed, 1)
         if not chunks:
             return False
         (key, *_) = self._parts.keys(CacheKind.KV, chunks[0].digest, followed.salt)
@@ -145,10 +162,14 @@ class SchedulerSide:
             self._backend = self._open_backend()
         return self._backend
 
-    def _chunks(self, followed: _Followed) -> list[TokenChunk]:
-        """The request's whole chunks so far; hashes only what is new."""
-        if len(followed.request.all_token_ids) // self._config.chunk_size > len(followed.chunks):
-            followed.chunks = self._database.extend(followed.chunks, list(followed.request.all_token_ids))
+    def _chunks(self, followed: _Followed, upto: int | None = None, token_ids: list[int] | None = None) -> list[TokenChunk]:
+        """The request's whole chunks so far, the first ``upto`` at least; hashes only what is new. ``token_ids``: its, if at hand."""
+        size, known = self._config.chunk_size, len(followed.chunks)
+        whole = len(followed.request.all_token_ids) // size
+        upto = whole if upto is None else min(upto, whole)
+        if upto > known:
+            token_ids = list(followed.request.all_token_ids) if token_ids is None else token_ids
+            followed.chunks = self._database.extend(followed.chunks, token_ids[: upto * size])
         return followed.chunks
 
     # ---- matching -----------------------------------------------------------------------------------------------------------------
@@ -163,19 +184,38 @@ class SchedulerSide:
         limit = (len(request.all_token_ids) - 1) // self._block_size * self._block_size
         if limit <= local_tokens:
             return 0
-        chunks = self._chunks(followed)
         try:
-            stored = self._stored_chunks(chunks[: -(-limit // self._config.chunk_size)], followed.salt)
+            stored = self._match(followed, local_tokens, limit)
             if followed.is_edit is None:  # an engine that does not tell of arrivals
                 followed.is_edit = bool(followed.salt) and self._is_edit(followed)
             if followed.is_edit:
-                self._bar_half_edits(followed, chunks, stored)
+                self._bar_half_edits(followed, self._chunks(followed), stored)
         except QcapError as error:
             logger.warning("the store cannot be asked, request %s is computed in full: %s", request.request_id, error)
             if followed.is_edit:
                 followed.bar = followed.bar or "edit-not-loaded"
             return 0
         return max(0, min(stored * self._config.chunk_size, limit) - local_tokens)
+
+    def _match(self, followed: _Followed, local_tokens: int, limit: int) -> int:
+        """How many chunks are stored, from the first on, of those that hold tokens below ``limit``."""
+        size, early = self._config.chunk_size, self._early
+        wanted, stored, told = -(-limit // size), 0, local_tokens
+        tells = early is not None and not followed.told_early
+        token_ids = list(followed.request.all_token_ids)
+        while stored < wanted:
+            upto = min(stored + MATCH_CHUNKS, wanted)
+            chunks = self._chunks(followed, upto, token_ids)
+            stored += self._stored_chunks(chunks[stored:upto], followed.salt)
+            end = min(stored * size, limit)
+            if tells and early is not None and end > told:
+                followed.told_early = True
+                tells, told = early.more(followed.uid, followed.salt, told, end, chunks, token_ids), end
+            if stored < upto:
+                break
+        if tells and early is not None and told > local_tokens:
+            early.told(followed.uid)
+        return stored
 
     def _stored_chunks(self, chunks: Sequence[TokenChunk], salt: str) -> int:
         kinds = [CacheKind.KV]
@@ -266,7 +306,7 @@ class SchedulerSide:
         per_chunk = size // n
         for request_id, followed, start, admitted in scheduled:
             end = start + counts.get(request_id, 0)
-            followed.admitted = True
+            followed.admitted, followed.told_early = True, False
             if end > followed.computed:
                 followed.computed = end
             first, last = 0 if admitted else start // size * per_chunk, -(-end // n)

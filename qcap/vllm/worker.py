@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,7 @@ from qcap.kinds import CacheKind
 from qcap.rope import rope_from_hf_config
 from qcap.store.metrics import RateLimitedLog
 from qcap.store.tiers import Backend, LoadedChunk
-from qcap.tokens import chunk_key
+from qcap.tokens import TokenChunk, chunk_key
 from qcap.vllm.hooks import (
     QueryHooks,
     attention_layers,
@@ -35,7 +36,7 @@ from qcap.vllm.hooks import (
     why_layers_pass_unseen,
 )
 from qcap.vllm.layouts import CacheGroup, certify
-from qcap.vllm.loading import LayerLoads, LoadOutcome, check_edits, check_record, edits_digest, first_to_check, pool_bytes
+from qcap.vllm.loading import AHEAD_BYTES, LayerLoads, LoadOutcome, check_edits, check_record, edits_digest, first_to_check, pool_bytes
 
 DEFAULT_RING_BYTES = 512 << 20
 SMALL_STEP_ROWS = 512
@@ -61,6 +62,28 @@ def finish_in_process(engine_id: str, update: TokenUpdate | None, done: Finished
     return True
 
 
+class EarlyInProcess:
+    """Tells the worker of ``engine_id`` of loads to come, if it lives in this process."""
+
+    def __init__(self, engine_id: str) -> None:
+        self._engine_id = engine_id
+
+    def more(self, uid: int, salt: str, start: int, end: int, chunks: Sequence[TokenChunk], token_ids: Sequence[int]) -> bool:
+        """See :meth:`~qcap.vllm.loading.LayerLoads.early`."""
+        loads = self._loads()
+        return loads is not None and loads.early(uid, salt, start, end, chunks, token_ids)
+
+    def told(self, uid: int) -> None:
+        """See :meth:`~qcap.vllm.loading.LayerLoads.early_told`."""
+        loads = self._loads()
+        if loads is not None:
+            loads.early_told(uid)
+
+    def _loads(self) -> LayerLoads | None:
+        worker = _local.get(self._engine_id)
+        return None if worker is None else worker.loads_here()
+
+
 class WorkerSide:
     """One rank of one engine."""
 
@@ -79,6 +102,7 @@ class WorkerSide:
         self._layer_loads: LayerLoads | None = None
         self._failed_blocks: set[int] = set()
         self._step: Step | None = None
+        self._thread = 0  # that runs the steps
         self._always_launch = False
         self.layout = ""  # of the pages, by its certified name
 
@@ -259,7 +283,7 @@ class WorkerSide:
         try:
             loads = LayerLoads(
                 geometry, backend, self._pages.table, device=device, host_bytes=host_bytes if layered else 1, lowest=self._lowest,
-                whole=self._load_whole, layered=layered,
+                whole=self._load_whole, layered=layered, ahead_bytes=_ahead_bytes(self._config, device, backend),
             )  # fmt: skip
         except Exception as error:  # no memory left on the device, say
             logger.warning("stored KV is read whole, before a forward pass: %s: %s", type(error).__name__, str(error).split("\n", 1)[0])
@@ -376,10 +400,16 @@ class WorkerSide:
 
     # ---- the step -----------------------------------------------------------------------------------------------------------------
 
+    def loads_here(self) -> LayerLoads | None:
+        """The loads of this worker, for a caller on the thread that runs its steps."""
+        return self._layer_loads if self._thread == threading.get_ident() else None
+
     def begin(self, step: Step) -> None:
         """Before anything of the step runs on the device."""
         self._end_loads(lost=True)  # of a step whose end never came
-        self._step = step
+        self._step, self._thread = step, threading.get_ident()
+        if not step.loads and self._layer_loads is not None:
+            self._layer_loads.forget_early()
         capture = self.capture
         if capture is not None:
             with capture.guard("beginning a step"):
@@ -440,6 +470,7 @@ class WorkerSide:
             self.counters["load.tokens"] += outcome.load.end - outcome.load.start
             self.counters["load.layerwise"] += outcome.layerwise and self._layer_loads.layered
             self.counters["load.resting"] += outcome.resting
+            self.counters["load.early"] += outcome.early
 
     def _load_failed(self, load: LoadRequest, error: Exception) -> None:
         """The blocks hold garbage: vLLM computes them, and nothing that this step computed on them is stored."""
@@ -581,6 +612,15 @@ class WorkerSide:
                 logger.exception("qcap: closing the capture failed")
             logger.info("qcap: %s", dict(sorted(self.counters.items())))
         self.hooks = self._query = self._pages = None
+
+
+def _ahead_bytes(config: CaptureConfig, device: torch.device, backend: Backend) -> int:
+    """Device memory for loads that begin early: as set, or as much as is easily spared."""
+    if device.type != "cuda" or not backend.keeps_leases:
+        return 0
+    if config.load_ahead_bytes is not None:
+        return config.load_ahead_bytes
+    return min(AHEAD_BYTES, torch.cuda.mem_get_info(device)[0] // 8)
 
 
 def _close_loads(loads: LayerLoads) -> None:

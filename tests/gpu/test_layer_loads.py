@@ -86,9 +86,10 @@ class Reader:
 
 
 class Store:
-    cheap_contains = False
+    keeps_leases = True
 
-    def __init__(self) -> None:
+    def __init__(self, cheap: bool) -> None:
+        self.cheap_contains = cheap
         self.objects: dict[Any, Reader] = {}
         self.leases: list[Lease] = []
 
@@ -103,7 +104,7 @@ class Store:
 
 
 class Rig:
-    def __init__(self, device: str, host_bytes: int, resting_bytes: int | None = None) -> None:
+    def __init__(self, device: str, host_bytes: int, resting_bytes: int | None = None, ahead_bytes: int = 0) -> None:
         self.device = torch.device(device)
         self.cuda = self.device.type == "cuda"
         self.g = Geometry(
@@ -117,11 +118,11 @@ class Rig:
         planes = PlaneStrides(0, s[0], s[3], s[2], s[4]), PlaneStrides(s[1], s[0], s[3], s[2], s[4])
         layout = PagedLayout(name="B2NHD", blocks=BLOCKS, heads=HEADS, block_size=N, head_size=D, planes=planes)
         self.kv = KVFeature(self.g, self.pages, [layout] * L, PageStager(self.device, self.arena, slot_bytes=256 << 10))
-        self.store, self.wholes = Store(), 0
+        self.store, self.wholes = Store(cheap=ahead_bytes > 0), 0
         self.streams = SlowCopies(self.device) if self.cuda else NullStreams()
         self.loads = LayerLoads(
             self.g, self.store, self.kv.table, device=self.device, host_bytes=host_bytes, lowest=list, whole=self.whole,
-            streams=self.streams, resting_bytes=resting_bytes,
+            streams=self.streams, resting_bytes=resting_bytes, ahead_bytes=ahead_bytes,
         )  # type: ignore[arg-type]  # fmt: skip
 
     def whole(self, load: LoadRequest) -> None:
@@ -130,6 +131,17 @@ class Rig:
             tensor = self.store.objects[chunk_key(CacheKind.KV, self.g, load.digests[index], "")].tensor
             first, last = max(load.start, index * CH), min(load.end, (index + 1) * CH)
             self.kv.put(load.block_ids[first // N : last // N], tensor[:, :, first - index * CH : last - index * CH])
+
+    def tell(self, load: LoadRequest) -> bool:
+        """That the load is to come, a chunk or two at a time; True if it was begun."""
+        chunks, at = ChunkedTokenDatabase(CH).chunks(load.token_ids), load.start
+        while at < load.end:
+            upto = min((at // CH + random.randrange(1, 3)) * CH, load.end)
+            if not self.loads.early(load.uid, load.salt, at, upto, chunks, load.token_ids):
+                return False
+            at = upto
+        self.loads.early_told(load.uid)
+        return True
 
     def close(self) -> None:
         """Unlock all memory that was locked, also when a test failed."""
@@ -175,17 +187,26 @@ class Rig:
         return ids, load, RequestStep(uid, str(uid), "", end, end + N, 0, tuple(blocks), True)
 
 
-def run(device: str, host_bytes: int, steps: int, seed: int, *, rests: float = 0.0, resting_bytes: int | None = None) -> dict[str, int]:
-    rig = Rig(device, host_bytes, resting_bytes)
+def run(
+    device: str,
+    host_bytes: int,
+    steps: int,
+    seed: int,
+    *,
+    rests: float = 0.0,
+    resting_bytes: int | None = None,
+    ahead_bytes: int = 0,
+) -> dict[str, int]:
+    rig = Rig(device, host_bytes, resting_bytes, ahead_bytes)
     try:
-        return work_through(rig, host_bytes, steps, random.Random(seed), rests)
+        return work_through(rig, host_bytes, steps, random.Random(seed), rests, tells=ahead_bytes > 0)
     finally:
         rig.close()
         assert rig.left == (0, 0, 0)
 
 
-def work_through(rig: Rig, host_bytes: int, steps: int, rng: random.Random, rests: float) -> dict[str, int]:
-    count = dict.fromkeys(("good", "failed", "resting", "wholes"), 0)
+def work_through(rig: Rig, host_bytes: int, steps: int, rng: random.Random, rests: float, tells: bool = False) -> dict[str, int]:
+    count = dict.fromkeys(("good", "failed", "resting", "early", "wholes"), 0)
     for number in range(steps):
         free = rng.sample(range(BLOCKS), BLOCKS)
         work = []
@@ -217,8 +238,12 @@ def work_through(rig: Rig, host_bytes: int, steps: int, rng: random.Random, rest
             with torch.inference_mode() if number % 2 else nullcontext():
                 if rig.cuda:
                     torch.cuda._sleep(SLOW)  # steps before this one still write to these blocks
+                told = [load.uid for _, load, _ in work if tells and rng.random() < 0.7 and rig.tell(load)]
                 for page in rig.pages:
                     page.index_fill_(0, written, -7.0)  # indexing with a number would copy the number to the device and wait
+                if told and rng.random() < 0.2:
+                    rig.loads.forget_early()  # a step without loads came between
+                    told = []
                 rig.loads.begin(step.loads)
                 rig.store.let_go()
                 for layer in range(L):
@@ -243,6 +268,8 @@ def work_through(rig: Rig, host_bytes: int, steps: int, rng: random.Random, rest
             assert (outcome.problem is not None) == (doomed and outcome.layerwise), outcome.problem
             count["failed"] += outcome.problem is not None
             count["resting"] += outcome.resting
+            assert outcome.early == (load.uid in told)
+            count["early"] += outcome.early
             if outcome.problem is None:
                 count["good"] += 1
                 for layer in range(L):
@@ -270,6 +297,13 @@ def test_loads_from_where_chunks_lie(rests: float, resting_bytes: int | None) ->
     count = run("cuda", 64 << 20, 25, 2, rests=rests, resting_bytes=resting_bytes)
     assert count["good"] > 60 and count["wholes"] == 0
     assert count["resting"] == 100 if rests == 1 else 20 < count["resting"] < 80
+
+
+@pytest.mark.parametrize("resting_bytes", [None, 100 << 10], ids=["one part a layer", "many parts"])
+@pytest.mark.parametrize("rests", [1.0, 0.5], ids=["all in memory", "some in memory"])
+def test_loads_that_begin_before_their_blocks_are_known(rests: float, resting_bytes: int | None) -> None:  # L14 L15 L17 L42 L47
+    count = run("cuda", 64 << 20, 25, 3, rests=rests, resting_bytes=resting_bytes, ahead_bytes=12 * (resting_bytes or 32 << 20))
+    assert count["good"] > 60 and count["wholes"] == 0 and count["early"] > 10
 
 
 @pytest.mark.parametrize("layers", [0, 2, L])

@@ -83,8 +83,12 @@ class Bench:
         span = range(chunk * CH, (chunk + 1) * CH)
         return torch.stack([torch.stack([self.rows(uid, span, layer, p).view(CH, -1) for layer in range(L)]) for p in planes])
 
-    def objects(self, kind):
+    def drain(self):
+        self.capture.flush()  # what was put off is not the store's yet
         assert self.store.drain(10)
+
+    def objects(self, kind):
+        self.drain()
         return [(r, t) for r, t in self.store.published if r.kind is kind]
 
     def free(self):
@@ -163,8 +167,9 @@ def test_nothing_leaves_before_the_save_hook(bench):  # C30
     step = b.step(request(1, 0, 8, [5, 3]), tokens=[(1, 0, IDS[:8])])
     b.worker.begin(step)
     b.forward(step)
-    assert not b.store.published and not b.store.poll()
+    assert not b.store.published and not b.store.poll() and not b.capture._put_off.nbytes
     b.worker.end()
+    assert b.capture._put_off.nbytes
     assert len(b.objects(CacheKind.KV)) == len(b.objects(CacheKind.QUERY)) == 1
 
 
@@ -326,6 +331,7 @@ def test_one_write_that_fails_strands_no_other(bench, monkeypatch):  # C31 D10 D
 
     monkeypatch.setattr(b.store, "store", store)
     b.run(request(1, 0, 16, [5, 3, 9, 2]), tokens=[(1, 0, IDS[:16])])
+    b.capture.flush()
     assert len(b.store.published) + b.store.poll()
     assert b.sim.streaming or b.ring_free()  # streamed rows are held until they have been written
     b.finish(1, 17, computed=16)
@@ -437,7 +443,7 @@ def load_of(b, uid, ids, blocks, end=8):
 def test_a_load_fills_the_pages(bench):
     b = bench()
     b.run(request(1, 0, 8, [5, 3]), tokens=[(1, 0, IDS[:8])])
-    assert b.store.drain(10)
+    b.drain()
     b.run(request(2, 8, 9, [6, 4, 7], admitted=True), tokens=[(2, 0, IDS[:9])], loads=[load_of(b, 2, IDS[:8], [6, 4])])
     for layer in range(L):
         assert torch.equal(b.sim.pages[layer][[6, 4]], b.sim.pages[layer][[5, 3]])
@@ -492,7 +498,7 @@ def test_good_load_clears_taint(bench):
     failed_load(b)
     b.finish(2, 9)
     b.run(request(1, 0, 8, [12, 13]), tokens=[(1, 0, IDS[:8])])
-    assert b.store.drain(10)
+    b.drain()
     b.run(request(3, 8, 16, [6, 4, 9, 2], admitted=True), tokens=[(3, 0, IDS[:16])], loads=[load_of(b, 3, IDS[:8], [6, 4])])
     b.finish(3, 17, computed=16)
     assert b.worker.take_failed_blocks() == set()

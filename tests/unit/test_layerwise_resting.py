@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from qcap.backends import open_backend
 from qcap.connectors import PagedConnector
 from qcap.errors import ConfigError, QcapError, ShapeError, StepOrderError
 from qcap.kinds import CacheKind
-from qcap.layerwise import LazyReader, NullStreams, RestingPipe, RestingSpan, merged
+from qcap.layerwise import EarlyCopies, LazyReader, NullStreams, RestingPipe, RestingSpan, merged
 from qcap.store.tiers import Resting
 from qcap.tokens import ChunkedTokenDatabase, ChunkRecord, chunk_key
 from qcap.vllm import loading
@@ -78,11 +79,13 @@ class Shelf:
 
 
 class Bench:
-    def __init__(self, layers: int = 4, sizes: tuple[int, ...] = (2, 1), *, staging: int = 2 * N, ahead: int = 1, seed: int = 0) -> None:
+    def __init__(
+        self, layers: int = 4, sizes: tuple[int, ...] = (2, 1), *, staging: int = 2 * N, slots: int = 2, ahead: int = 1, seed: int = 0
+    ) -> None:
         self.layers, self.rng = layers, random.Random(seed)
         self.streams, self.table = SimStreams(seed), pages(layers, seed=seed)
         self.connector = SimConnector(self.table, self.streams)
-        self.pipe = RestingPipe(self.streams, self.connector, staging_tokens=staging, ahead=ahead)
+        self.pipe = RestingPipe(self.streams, self.connector, staging_tokens=staging, slots=slots, ahead=ahead)
         self.shelf = Shelf(layers, list(sizes), seed)
         self.blocks = self.rng.sample(range(40), len(self.shelf.chunks) * CH // N)
 
@@ -196,12 +199,35 @@ def test_layers_are_queued_ahead_and_nothing_is_waited_for(ahead: int) -> None:
     assert torch.equal(rows_of(bench.table, bench.blocks, 3), bench.shelf.rows[:, 3])
 
 
-def test_a_run_is_one_copy_a_plane_and_staging_part() -> None:
+def test_a_run_is_one_copy_where_its_planes_lie_side_by_side() -> None:
+    """Else, and for a part of a run, one a plane; one scatter a piece."""
     bench = Bench(1, (6, 1), staging=5 * CH)
     bench.pipe.begin([bench.span()])
     copies = [entry[1] // H for entry in bench.streams.trace if entry[0] == "copy"]
-    assert copies == [5 * CH] * 2 + [CH] * 4 and bench.streams.trace.count(("write", 0)) == 2
+    assert copies == [5 * CH] * 2 + [CH] * 2 + [2 * CH] and bench.streams.trace.count(("write", 0)) == 3
     bench.pipe.close()
+
+
+@pytest.mark.parametrize("staging", [N, 2 * CH, 100])
+def test_layers_whose_planes_lie_side_by_side(staging: int) -> None:
+    """As an engine's chunks come: contiguous as [L, planes, T, H]."""
+    bench = Bench(3, (2, 3), staging=staging)
+    for i, block in enumerate(bench.shelf.blocks):
+        other = block.transpose(0, 1).contiguous().transpose(0, 1)
+        lease, first = bench.shelf.leases[i], sum(b.shape[2] for b in bench.shelf.blocks[:i]) // CH
+        lease.block = other
+        for c in range(block.shape[2] // CH):
+            bench.shelf.chunks[first + c] = (other[:, :, c * CH : (c + 1) * CH], lease)
+        block.fill_(NAN)
+    for start in (0, N, CH, 2 * CH + N):
+        before = rows_of(bench.table, bench.blocks, 0)
+        seen = bench.run([bench.span(start)])
+        bench.streams.run()
+        assert bench.pipe.failure is None
+        assert all(torch.equal(seen[layer][:, start:], bench.shelf.rows[:, layer, start:]) for layer in range(3))
+        assert torch.equal(seen[0][:, :start], before[:, :start])
+    copies = [entry[1] // H for entry in bench.streams.trace if entry[0] == "copy"]
+    assert (max(copies) == 2 * 3 * CH) == (staging == 100), "a run in one"
 
 
 @pytest.mark.parametrize("skip", [0, N, CH - N, CH, CH + N, 2 * CH])
@@ -387,7 +413,182 @@ def test_wrong_use() -> None:
     bench.pipe.close()
     for chunks, skip, blocks in ((1, 0, [1, 2, 3]), (1, N, [1, 2]), (0, 0, [1])):
         bench.pipe.begin([RestingSpan(bench.shelf.give(0, chunks), skip, blocks)])
-        assert isinstance(bench.pipe.failure, ShapeError) and bench.shelf.lent() == 0
+        assert isinstance(bench.pipe.failure, ShapeError)
+        bench.streams.run()
+        assert not bench.pipe.poll() and bench.shelf.lent() == 0
+
+
+# ---- before there are pages ---------------------------------------------------------------------------------------------------------
+
+
+def tell(bench: Bench, start: int, end: int, steps: int, rng: random.Random) -> EarlyCopies | None:
+    """Tokens ``start..end`` in chunks or more at a time; None if there was no room for any."""
+    early = bench.pipe.early()
+    if early is None:
+        return None
+    at = start
+    while at < end:
+        upto = min(end, (at // CH + rng.randrange(1, 3)) * CH)
+        bench.pipe.more(early, bench.shelf.give(at // CH, -(-upto // CH)), at % CH, upto - at)
+        at = upto
+        for _ in range(rng.randrange(steps)):
+            bench.streams.step()
+    if rng.random() < 0.7:
+        bench.pipe.fill(early)
+    return early
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_copies_that_begin_early(seed: int) -> None:  # L14 L17 L42
+    """Random loads, of which some are told of before, between the steps and in the middle of others', and some of those never come."""
+    rng = random.Random(seed)
+    layers, sizes = rng.randrange(1, 6), tuple(rng.randrange(1, 4) for _ in range(rng.randrange(2, 5)))
+    bench = Bench(layers, sizes, staging=rng.choice([N, 3 * N, 1000]), slots=rng.choice([2, 3, 5, 12]), ahead=rng.randrange(4), seed=seed)
+    total, came = len(bench.shelf.chunks) * CH, 0
+    for _ in range(6):
+        cut = sorted(rng.sample(range(0, total + 1, N), min(6, total // N + 1)))
+        bounds = list(zip(cut[::2], cut[1::2], strict=False))
+        early = {b: tell(bench, *b, 4, rng) for b in bounds if rng.random() < 0.6}
+        unwanted = [tell(bench, *rng.choice(bounds), 4, rng) for _ in range(rng.randrange(2))]
+        for one in unwanted:
+            if one is not None and rng.random() < 0.7:
+                bench.pipe.drop(one)
+        before = [rows_of(bench.table, bench.blocks, layer) for layer in range(layers)]
+        spans = [
+            bench.span(*b) if (begun := early.get(b)) is None else RestingSpan((), 0, bench.blocks[b[0] // N : b[1] // N], begun)
+            for b in bounds
+        ]
+        came += sum(span.early is not None for span in spans)
+        rng.shuffle(spans)
+        seen = bench.run(spans)
+        for one in unwanted:
+            if one is not None:
+                bench.pipe.drop(one)
+        bench.streams.run()
+        assert bench.pipe.failure is None
+        for layer in range(layers):
+            wanted = before[layer].clone()
+            for start, end in bounds:
+                wanted[:, start:end] = bench.shelf.rows[:, layer, start:end]
+            assert torch.equal(seen[layer], wanted), f"layer {layer} was computed before its rows were there"
+            assert torch.equal(rows_of(bench.table, bench.blocks, layer), wanted)
+        assert len(bench.pipe._free) == len(bench.pipe._slots) == len(set(map(id, bench.pipe._free))), "every buffer is free again"
+    assert came > 0 or len(bench.pipe._slots) == 2
+    bench.pipe.poll()
+    assert bench.shelf.lent() == 0 and bench.pipe.leases_held == 0
+
+
+def copies(bench: Bench) -> int:
+    return sum(entry[0] == "copy" for entry in bench.streams.trace) // 2
+
+
+def test_early_copies_leave_room_and_wait_for_nothing() -> None:
+    bench = Bench(4, (4,), staging=CH, slots=11)
+    bench.streams.busy_while_asked = False
+    early = bench.pipe.early()
+    bench.pipe.more(early, bench.shelf.give(0, 1), 0, CH)
+    assert copies(bench) == 3 and sorted(early.copied) == [(0, 0), (1, 0), (2, 0)], "its first layer, and work until more is known"
+    bench.pipe.more(early, bench.shelf.give(1, 4), 0, 3 * CH)
+    assert copies(bench) == 9 and {(0, i) for i in range(4)} <= set(early.copied), "two buffers are left to loads that have their pages"
+    bench.pipe.fill(early)
+    assert copies(bench) == 9 and bench.pipe.early() is None
+    assert not any(entry[0] == "wait" for entry in bench.streams.trace)
+    bench.pipe.begin([RestingSpan((), 0, bench.blocks, early)])
+    assert copies(bench) == 9, "of two layers, nothing twice"
+    for layer in range(4):
+        bench.pipe.layer(layer)
+    bench.pipe.end()
+    assert copies(bench) == 16
+    bench.streams.run()
+    assert all(torch.equal(rows_of(bench.table, bench.blocks, i), bench.shelf.rows[:, i]) for i in range(4))
+
+
+def test_early_copies_are_as_many_as_there_is_room_for() -> None:
+    bench = Bench(4, (1,), staging=CH, slots=9)
+    early = bench.pipe.early()
+    bench.pipe.more(early, bench.shelf.give(0, 1), 0, CH)
+    assert copies(bench) == 3
+    bench.pipe.fill(early)
+    bench.pipe.fill(early)
+    assert copies(bench) == 4, "all there is"
+    bench.run([RestingSpan((), 0, bench.blocks, early)])
+    bench.streams.run()
+    assert torch.equal(rows_of(bench.table, bench.blocks, 3), bench.shelf.rows[:, 3])
+
+
+def test_early_copies_that_nobody_wants_keep_the_memory_until_they_are_over() -> None:  # L43
+    bench = Bench(4, (2, 1), slots=6)
+    bench.streams.busy_while_asked = False
+    early = bench.pipe.early()
+    bench.pipe.more(early, bench.shelf.give(0, 3), 0, 3 * CH)
+    bench.shelf.forget()
+    assert bench.pipe.leases_held == 3
+    bench.pipe.drop(early)
+    bench.pipe.drop(early)
+    assert bench.pipe.poll() and bench.pipe.leases_held == 3 and not bench.shelf.gone
+    bench.streams.run()
+    assert not bench.pipe.poll() and bench.shelf.gone
+
+
+def test_close_gives_up_early_copies() -> None:
+    bench = Bench(4, (2, 1), slots=6)
+    for _ in range(2):
+        early = bench.pipe.early()
+        if early is not None:
+            bench.pipe.more(early, bench.shelf.give(0, 1), 0, CH)
+    bench.pipe.close()
+    assert bench.shelf.lent() == 0 and bench.pipe.leases_held == 0 and len(bench.pipe._free) == 6
+
+
+@pytest.mark.parametrize("after", range(6))
+@pytest.mark.parametrize("what", ["copy", "record"])
+def test_a_device_that_fails_early(what: str, after: int, monkeypatch) -> None:
+    bench = Bench(4, (2, 1), slots=8, seed=after)
+    where, calls = bench.streams if what == "record" else bench.connector, 0
+    real = getattr(where, what)
+
+    def fails(*args, **kw):
+        nonlocal calls
+        calls += 1
+        if calls > after:
+            raise RuntimeError("device lost")
+        return real(*args, **kw)
+
+    monkeypatch.setattr(where, what, fails)
+    early = bench.pipe.early()
+    try:
+        bench.pipe.more(early, bench.shelf.give(0, 2), 0, 2 * CH)
+        bench.pipe.fill(early)
+    except RuntimeError:
+        pass
+    else:
+        assert after > 3
+    monkeypatch.undo()
+    bench.pipe.drop(early)
+    assert len(bench.pipe._free) == 8
+    bench.streams.run()
+    seen = bench.run([bench.span()])
+    bench.streams.run()
+    assert bench.pipe.failure is None and all(torch.equal(seen[i], bench.shelf.rows[:, i]) for i in range(4))
+    bench.pipe.poll()
+    assert bench.shelf.lent() == 0
+
+
+def test_pages_for_other_tokens_than_were_told() -> None:
+    bench = Bench(4, (2, 1), slots=6)
+    early = bench.pipe.early()
+    bench.pipe.more(early, bench.shelf.give(0, 2), 0, 2 * CH)
+    bench.pipe.begin([RestingSpan((), 0, bench.blocks[:1], early)])
+    assert isinstance(bench.pipe.failure, ShapeError) and len(bench.pipe._free) == 6
+    bench.streams.run()
+    bench.pipe.poll()
+    assert bench.shelf.lent() == 0
+    with pytest.raises(ShapeError, match="more than"):
+        bench.pipe.more(bench.pipe.early(), bench.shelf.give(0, 1), N, CH)
+    bench.pipe.close()
+    assert bench.shelf.lent() == 0
+    with pytest.raises(ConfigError, match="2 staging buffers"):
+        RestingPipe(bench.streams, bench.connector, staging_tokens=4, slots=1)
 
 
 # ---- an engine's loads --------------------------------------------------------------------------------------------------------------
@@ -408,14 +609,18 @@ class Reader:
 
 
 class Store:
+    keeps_leases = True
+
     def __init__(self, shelf: Shelf, cheap: bool) -> None:
         self.shelf, self.cheap_contains = shelf, cheap
+        self.opened = 0
         self.readers: dict[object, Reader] = {}
         self.elsewhere: set[int] = set()
         self.rest_fails: set[int] = set()
         self.reads: list[tuple[int, int]] = []
 
     def open_layers(self, key):
+        self.opened += 1
         return self.readers.get(key)
 
 
@@ -423,7 +628,15 @@ class Rig:
     """Two sequences of three chunks each; of each, positions ``start..end`` are loaded."""
 
     def __init__(
-        self, monkeypatch=None, *, cheap: bool = True, seed: int = 0, host_bytes: int = 1 << 16, layered: bool = True, **shelf
+        self,
+        monkeypatch=None,
+        *,
+        cheap: bool = True,
+        seed: int = 0,
+        host_bytes: int = 1 << 16,
+        layered: bool = True,
+        slots: int = 2,
+        salt: str = "",
     ) -> None:
         self.layers, self.g, self.table = 4, geometry(4), pages(4, seed=seed)
         self.shelf = Shelf(4, [2, 1, 3], seed)
@@ -436,19 +649,31 @@ class Rig:
         self.loads = LayerLoads(
             self.g, self.store, self.table, device=torch.device("cpu"), host_bytes=host_bytes, lowest=lambda values: self.lowest(values),
             whole=self.wholes.append, streams=self.streams, resting_bytes=3 * N * 2 * H * 4, layered=layered,
+            ahead_bytes=slots * 3 * N * 2 * H * 4,
         )  # fmt: skip
+        self.salt = salt
         self.blocks = random.Random(seed).sample(range(40), 6 * CH // N)
         self.tokens = [tuple(range(100 * i, 100 * i + 3 * CH)) for i in (1, 2)]
         for i, ids in enumerate(self.tokens):
             for c in ChunkedTokenDatabase(CH).chunks(ids):
-                record = ChunkRecord(CacheKind.KV, self.g, c.start, ids[c.start : c.end], c.digest, c.parent)
+                record = ChunkRecord(CacheKind.KV, self.g, c.start, ids[c.start : c.end], c.digest, c.parent, salt)
                 self.store.readers[record.key] = Reader(self.store, record, 3 * i + c.index)
 
     def load(self, which: int, start: int = 0, end: int = 3 * CH) -> LoadRequest:
         ids = self.tokens[which]
         digests = tuple(c.digest for c in ChunkedTokenDatabase(CH).chunks(ids))[: -(-end // CH)]
         blocks = self.blocks[which * 3 * CH // N :][: end // N]
-        return LoadRequest(which, f"r{which}", "", start, end, tuple(blocks), digests, ids[: -(-end // CH) * CH])
+        return LoadRequest(which, f"r{which}", self.salt, start, end, tuple(blocks), digests, ids[: -(-end // CH) * CH])
+
+    def tell(self, which: int, start: int = 0, end: int = 3 * CH, *, told: bool = True) -> bool:
+        """The load is to come: in two pieces, if it is of more than one chunk."""
+        chunks, first = ChunkedTokenDatabase(CH).chunks(self.tokens[which]), min((start // CH + 1) * CH, end)
+        good = self.loads.early(which, self.salt, start, first, chunks, list(self.tokens[which]))
+        if good and first < end:
+            good = self.loads.early(which, self.salt, first, end, chunks, list(self.tokens[which]))
+        if good and told:
+            self.loads.early_told(which)
+        return good
 
     def run(self, *loads: LoadRequest, layers: int = 4):
         self.loads.begin(loads)
@@ -628,6 +853,115 @@ def test_a_device_that_fails_fails_the_loads_from_memory(rig, monkeypatch, layer
     r.streams.run()
     r.loads.poll()
     assert r.is_loaded(1) and r.shelf.lent() == 0
+
+
+# ---- loads that are told of before -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layered", [True, False])
+@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize(("start", "end"), [(0, 3 * CH), (N, 3 * CH), (0, 3 * CH - N), (CH, 2 * CH), (CH + N, 3 * CH - N)])
+def test_a_load_that_was_told_of_before(rig, start: int, end: int, told: bool, layered: bool) -> None:
+    r = rig(slots=9, layered=layered)
+    before = rows_of(r.table, r.blocks, 0)
+    assert r.tell(1, start, end, told=told)
+    assert torch.equal(rows_of(r.table, r.blocks, 0), before), "no page is written before its blocks are known"
+    opened = r.store.opened
+    loads = [r.load(0, N, 2 * CH), r.load(1, start, end)]
+    outcomes = r.run(*loads) if layered else r.loads.at_once(loads)
+    assert [(o.problem, o.resting, o.early) for o in outcomes] == [(None, True, False), (None, True, True)]
+    assert r.is_loaded(0, N, 2 * CH) and r.is_loaded(1, start, end)
+    assert r.store.opened - opened == 2, "what was checked once is not looked at again"
+    wanted = rows_of(r.table, r.blocks, 0)[:, 3 * CH :]
+    assert torch.equal(wanted[:, :start], before[:, 3 * CH :][:, :start]) and torch.equal(wanted[:, end:], before[:, 3 * CH :][:, end:])
+    assert r.shelf.lent() == 0 and r.loads._pipe.leases_held == 0
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_early_loads_on_a_device_that_is_late(rig, monkeypatch, seed: int) -> None:  # L14 L42
+    r = rig(monkeypatch, slots=7, seed=seed)
+    for _ in range(3):
+        r.tell(1)
+        for _ in range(seed):
+            r.streams.step()
+        assert [(o.problem, o.early) for o in r.run(r.load(0), r.load(1))] == [(None, False), (None, True)]
+        r.streams.run()
+        assert r.is_loaded(0) and r.is_loaded(1)
+    r.loads.poll()
+    assert r.shelf.lent() == 0
+
+
+@pytest.mark.parametrize(("start", "end", "why"), [(N, 3 * CH, "start"), (0, 2 * CH, "end"), (0, 3 * CH, "salt")])
+def test_a_load_that_is_not_what_was_told_of_comes_as_any(rig, start: int, end: int, why: str) -> None:
+    r = rig(slots=9)
+    assert r.tell(0)
+    if why == "salt":  # the same request, with other chunks by now
+        r.loads._early[0].digests[1] = "another"
+    (outcome,) = r.run(r.load(0, start, end))
+    assert outcome.problem is None and outcome.resting and not outcome.early and r.is_loaded(0, start, end)
+    assert r.shelf.lent() == 0 and len(r.loads._pipe._free) == 9
+
+
+def test_a_load_that_was_told_of_and_never_comes(rig) -> None:
+    r = rig(slots=30)
+    assert r.tell(0, told=False) and r.tell(1)
+    assert [o.problem for o in r.run(r.load(1))] == [None] and r.is_loaded(1)
+    assert r.shelf.lent() == 0 and not r.loads._early, "the step that brought another is the one that it would have come with"
+    assert r.tell(0)
+    r.loads.forget_early()
+    assert r.shelf.lent() == 0 and len(r.loads._pipe._free) == 30
+    assert r.tell(0)  # and closed
+
+
+def test_what_cannot_begin_early(rig, monkeypatch) -> None:
+    assert not rig(slots=2).tell(0), "no buffers to spare"
+    assert not rig(slots=9, cheap=False).tell(0), "a store that is asked over a wire"
+    r = rig(slots=9)
+    r.store.keeps_leases = False
+    assert not r.tell(0)
+    r = rig(slots=9)
+    r.store.elsewhere = {1}
+    assert not r.tell(0) and r.shelf.lent() == 0 and not r.loads._early, "begun with the first chunk, given up with the second"
+    assert [(o.problem, o.resting) for o in r.run(r.load(0))] == [(None, False)] and r.is_loaded(0)
+    r = rig(slots=9)
+    chunks = ChunkedTokenDatabase(CH).chunks(r.tokens[0])
+    assert r.loads.early(0, "", 0, CH, chunks, r.tokens[0]) and not r.loads.early(0, "", 2 * CH, 3 * CH, chunks, r.tokens[0]), "a hole"
+    assert not r.loads.early(1, "", 0, CH, chunks, r.tokens[1]), "other tokens than the chunk's"
+    assert r.shelf.lent() == 0 and len(r.loads._pipe._free) == 9
+    r = rig(slots=9)
+    monkeypatch.setattr(r.loads._pipe, "fill", lambda early: 1 / 0)
+    assert r.tell(0) and not r.loads._early and r.shelf.lent() == 0
+    r.loads.early_told(5)  # nobody knows of it
+
+
+def test_chunks_of_two_edits_do_not_begin_early_as_one(rig) -> None:
+    """The chunk before the first that is loaded is looked at too, as for any load."""
+    r = rig(slots=9, salt="s")
+    keys = list(r.store.readers)
+    for index in (1, 2):
+        reader = r.store.readers[keys[index]]
+        reader.record = replace(reader.record, edit='{"name": "b"}')
+    assert r.tell(0, CH, 3 * CH)
+    (outcome,) = r.run(r.load(0, CH, 3 * CH))
+    assert isinstance(outcome.problem, QcapError) and "of an edit" in str(outcome.problem) and r.shelf.lent() == 0
+    del r.store.readers[keys[0]]  # it may be missing
+    assert r.tell(0, CH, 3 * CH)
+    (outcome,) = r.run(r.load(0, CH, 3 * CH))
+    assert outcome.problem is None and outcome.early and r.is_loaded(0, CH, 3 * CH)
+
+
+def test_ranks_that_disagree_drop_what_began_early(rig) -> None:
+    r = rig(slots=9)
+    assert r.tell(0)
+    r.lowest = lambda values: [0] * len(values)
+    before = rows_of(r.table, r.blocks, 0)
+    (outcome,) = r.run(r.load(0))
+    assert outcome.problem is not None and r.shelf.lent() == 0 and len(r.loads._pipe._free) == 9
+    assert torch.equal(rows_of(r.table, r.blocks, 0), before)
+    r.lowest = lambda values: 1 / 0
+    assert r.tell(0)
+    (outcome,) = r.run(r.load(0))
+    assert outcome.problem is not None and r.shelf.lent() == 0 and len(r.loads._pipe._free) == 9
 
 
 def test_a_mistake_of_ours_fails_loads_and_nothing_else(rig, monkeypatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,8 +16,10 @@ from layerwise_kit import SimStreams
 from test_capture import CH, IDS, Bench, request, slots_from_the_caller  # noqa: F401 (a fixture for all)
 
 from qcap.attribution import LoadRequest
+from qcap.config import CaptureConfig
 from qcap.kinds import CacheKind
 from qcap.tokens import ChunkedTokenDatabase, chunk_key
+from qcap.vllm import worker as worker_module
 from qcap.vllm.hooks import why_layers_pass_unseen
 from qcap.vllm.loading import LayerLoads, pool_bytes
 
@@ -259,6 +262,7 @@ def test_what_was_loaded_is_not_stored_again(bench):  # L51: 16 of 24 tokens are
     b.worker.load()
     b.forward(step)
     b.worker.end()
+    b.capture.flush()
     assert sorted({start for _, start in stores}) == [16] and len(stores) == 4
     for uid in (3, 4):
         b.finish(uid, 25)
@@ -625,3 +629,69 @@ def test_a_chunk_that_is_gone_fails_its_load_alone(bench):
     b.forward(step)
     b.worker.end()
     assert (b.counters["load.tokens"], b.counters["load.failed"], b.counters["errors"]) == (16, 1, 0)
+
+
+# ---- loads that are told of before ---------------------------------------------------------------------------------------------------
+
+
+class Told:
+    """In place of a worker's loads."""
+
+    layered, active, unseen = True, False, False
+
+    def __init__(self):
+        self.calls = []
+
+    def early(self, *args):
+        self.calls.append(("early", *args[:4]))
+        return True
+
+    def early_told(self, uid):
+        self.calls.append(("told", uid))
+
+    def forget_early(self):
+        self.calls.append(("forgotten",))
+
+    def begin(self, loads):
+        self.calls.append(("begun", len(loads)))
+
+    def poll(self):
+        return False
+
+    def close(self):
+        pass
+
+
+def test_the_scheduler_tells_the_worker_of_its_process(bench, monkeypatch):
+    b, told = bench(), Told()
+    b.loads.close()
+    b.loads = b.worker._layer_loads = told
+    monkeypatch.setitem(worker_module._local, "engine-x", b.worker)
+    early, nobody = worker_module.EarlyInProcess("engine-x"), worker_module.EarlyInProcess("engine-y")
+    b.run(request(9, 0, 4, [23]), tokens=[(9, 0, IDS[:5])])
+    assert told.calls == [("forgotten",)], "a step without loads"
+    assert early.more(3, "s", 0, 16, [], []) and not nobody.more(3, "s", 0, 16, [], [])
+    early.told(3)
+    nobody.told(3)
+    step = b.two()
+    b.worker.begin(step)
+    b.worker.load()
+    assert told.calls[1:] == [("early", 3, "s", 0, 16), ("told", 3), ("begun", 2)]
+    with ThreadPoolExecutor(1) as other:  # its loads are for the thread that runs its steps alone
+        assert other.submit(early.more, 3, "s", 0, 16, [], []).result() is False
+        other.submit(early.told, 3).result()
+    assert len(told.calls) == 4
+    b.worker._layer_loads = None
+    assert not early.more(3, "s", 0, 16, [], [])
+
+
+def test_how_much_device_memory_loads_may_have_early(monkeypatch):
+    config = CaptureConfig(store="memory://x")
+    cuda, here, elsewhere = torch.device("cuda"), SimpleNamespace(keeps_leases=True), SimpleNamespace(keeps_leases=False)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 80 << 30))
+    assert worker_module._ahead_bytes(config, cuda, here) == 128 << 20, "an eighth of what is left"
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (9 << 30, 80 << 30))
+    assert worker_module._ahead_bytes(config, cuda, here) == 1 << 30
+    assert worker_module._ahead_bytes(replace(config, load_ahead_bytes=0), cuda, here) == 0
+    assert worker_module._ahead_bytes(replace(config, load_ahead_bytes=5), cuda, here) == 5
+    assert worker_module._ahead_bytes(config, cuda, elsewhere) == worker_module._ahead_bytes(config, torch.device("cpu"), here) == 0

@@ -40,12 +40,13 @@ class Store:
 
 
 class Rig:
-    def __init__(self, *, load="all", query=False, in_process=False, speculative=False, tp=1, group=0):
+    def __init__(self, *, load="all", query=False, in_process=False, speculative=False, tp=1, group=0, early=None):
         self.store, self.told, self.in_process, self.group = Store(), [], in_process, group
         self.parts = KeyParts("m", tp, "float32")
         self.side = SchedulerSide(
             CaptureConfig(store="memory://s", query=query, chunk_size=CH, load=load), self.parts, group=group, block_size=N,
             backend=lambda: self.store, speculative=speculative, finish_now=self._finish, note={"store": "memory://s", "engine_id": "e"},
+            early=early,
         )  # fmt: skip
 
     def _finish(self, update, done):
@@ -545,3 +546,77 @@ def test_a_store_that_cannot_be_opened_bars_and_does_not_raise():
     rig.side.arrived(request)
     assert rig.side.matched_tokens(request, 0) == 0
     assert rig.side._followed["a"].bar == "edit-not-loaded", "whether it is an edit cannot be told: it is not filled"
+
+
+# ---- loads that a worker may begin early --------------------------------------------------------------------------------------------
+
+
+class Early:
+    """Takes note; ``takes`` pieces are welcome, then no more."""
+
+    def __init__(self, takes=99):
+        self.takes, self.pieces, self.ends = takes, [], []
+
+    def more(self, uid, salt, start, end, chunks, token_ids):
+        assert [c.digest for c in chunks] == [c.digest for c in ChunkedTokenDatabase(CH).chunks(token_ids)][: len(chunks)]
+        assert len(chunks) * CH >= end - CH + 1 and type(token_ids) is list
+        self.pieces.append((salt, start, end))
+        self.takes -= 1
+        return self.takes >= 0
+
+    def told(self, uid):
+        self.ends.append(uid)
+
+
+@pytest.mark.parametrize(("stored", "prompt", "local", "pieces"), [
+    (5, 5 * CH + 1, 0, [(0, 2 * CH), (2 * CH, 4 * CH), (4 * CH, 5 * CH)]),
+    (5, 5 * CH, 0, [(0, 2 * CH), (2 * CH, 4 * CH), (4 * CH, 5 * CH - N)]),
+    (3, 5 * CH + 1, 0, [(0, 2 * CH), (2 * CH, 3 * CH)]),
+    (4, 5 * CH + 1, 3 * CH + N, [(3 * CH + N, 4 * CH)]),
+    (3, 5 * CH + 1, 3 * CH, []),
+    (0, 5 * CH + 1, 0, []),
+    (1, CH + 1, 0, [(0, CH)]),
+])  # fmt: skip
+def test_a_worker_is_told_of_chunks_as_they_are_found(monkeypatch, stored, prompt, local, pieces):
+    monkeypatch.setattr(scheduler_module, "MATCH_CHUNKS", 2)
+    early = Early()
+    rig, ids = Rig(early=early), range(prompt)
+    rig.put(ids[: stored * CH])
+    request = make_request(prompt=ids)
+    matched = rig.side.matched_tokens(request, local)
+    assert matched == max(0, min(stored * CH, (prompt - 1) // N * N) - local) == sum(end - start for _, start, end in early.pieces)
+    assert early.pieces == [("", *piece) for piece in pieces] and len(early.ends) == bool(pieces)
+    rig.side.allocated(request, matched)
+    blocks = list(range(-(-prompt // N)))
+    step = rig.step(new=[(request, blocks, local + matched)], scheduled={"a": prompt - local - matched})
+    assert [(load.start, load.end) for load in step.loads] == ([(local, local + matched)] if matched else [])
+    assert all(early.ends == [load.uid] for load in step.loads)
+
+
+def test_a_load_for_which_there_are_no_blocks_is_told_of_once():
+    early = Early()
+    rig, request = Rig(early=early), make_request(prompt=range(3 * CH + 1), cache_salt="s")
+    rig.put(range(3 * CH), salt="s")
+    for _ in range(3):
+        assert rig.side.matched_tokens(request, 0) == 3 * CH
+    assert early.pieces == [("s", 0, 3 * CH)]
+    rig.admit(request, list(range(7)), 1, computed=3 * CH)
+    assert len(early.pieces) == 1
+    rig.step(preempted={"a"})
+    assert rig.side.matched_tokens(request, 0) == 3 * CH and len(early.pieces) == 2, "after it ran, it may be told of again"
+
+
+def test_a_worker_that_wants_no_more(monkeypatch):
+    monkeypatch.setattr(scheduler_module, "MATCH_CHUNKS", 1)
+    early = Early(takes=1)
+    rig = Rig(early=early)
+    rig.put(range(4 * CH))
+    assert rig.side.matched_tokens(make_request(prompt=range(4 * CH + 1)), 0) == 4 * CH
+    assert early.pieces == [("", 0, CH), ("", CH, 2 * CH)] and not early.ends
+
+
+def test_only_what_is_looked_for_is_hashed(monkeypatch):
+    monkeypatch.setattr(scheduler_module, "MATCH_CHUNKS", 2)
+    rig, request = Rig(), make_request(prompt=range(9 * CH))
+    assert rig.side.matched_tokens(request, 0) == 0
+    assert len(rig.side._followed["a"].chunks) == 2, "nothing is stored: the rest need not be known"

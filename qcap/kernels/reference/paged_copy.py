@@ -11,7 +11,7 @@ def gather_pages(table: PageTable, block_ids: torch.Tensor, out: torch.Tensor, f
     """``out[p, l, i*N + n, h*D + d] = views[first_layer + l][p][block_ids[i], h, n, d]``; rows of an id out of range stay as they are."""
     keep = (block_ids >= 0) & (block_ids < table.num_blocks)
     chosen = block_ids[keep]
-    blocks = out.view(table.num_planes, out.shape[1], block_ids.numel(), table.block_size, table.heads, table.head_size)
+    blocks = out.unflatten(3, (table.heads, table.head_size)).unflatten(2, (block_ids.numel(), table.block_size))
     for layer, planes in enumerate(table.views[first_layer : first_layer + out.shape[1]]):
         for plane, view in enumerate(planes):
             blocks[plane, layer][keep.to(out.device)] = view[chosen].permute(0, 2, 1, 3).to(out.device)
@@ -21,7 +21,7 @@ def scatter_pages(table: PageTable, block_ids: torch.Tensor, source: torch.Tenso
     """``views[first_layer + l][p][block_ids[i], h, n, d] = source[p, l, i*N + n, h*D + d]``; an id out of range is dropped."""
     keep = (block_ids >= 0) & (block_ids < table.num_blocks)
     chosen = block_ids[keep]
-    blocks = source.view(table.num_planes, source.shape[1], block_ids.numel(), table.block_size, table.heads, table.head_size)
+    blocks = source.unflatten(3, (table.heads, table.head_size)).unflatten(2, (block_ids.numel(), table.block_size))
     for layer, planes in enumerate(table.views[first_layer : first_layer + source.shape[1]]):
         for plane, view in enumerate(planes):
             view[chosen] = blocks[plane, layer][keep.to(source.device)].permute(0, 2, 1, 3).to(view.device)
