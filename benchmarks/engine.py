@@ -399,7 +399,7 @@ def summary(figures: dict[Any, list[float]], common: dict[str, Any]) -> list[dic
 def kernel_names() -> list[str]:
     """Of all kernels of qcap."""
     sources = (harness.ROOT / "qcap" / "kernels").glob("*.py")
-    return sorted(name for source in sources for name in re.findall(r"@triton\.jit[^\n]*\ndef (\w+_kernel)\(", source.read_text()))
+    return sorted(name for source in sources for name in re.findall(r"^def (\w+_kernel)\(", source.read_text(), re.MULTILINE))
 
 
 def show_profile(config: str, profile: dict[str, dict[str, list[float]]], console: Console) -> None:
