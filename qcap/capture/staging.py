@@ -342,7 +342,7 @@ class PageStager:
         finally:
             torch.cuda.set_stream(engine)
         if not keep:
-            source.record_stream(self.copy)
+            self.keep_until_copied(source)
 
     def _follow_engine(self, stream: Any) -> Any:
         """``stream`` goes on after all that was queued on the current stream, which is given back."""
@@ -406,6 +406,24 @@ class PageStager:
         event = torch.cuda.Event(blocking=True)  # writers sleep on it, rather than spin
         event.record(self.copy)
         return event
+
+    def copied_so_far(self, event: Any = None) -> Any:
+        """The same for the device alone: ``event`` used again, or a new one; None on the CPU."""
+        if not self._cuda:
+            return None
+        event = event or torch.cuda.Event()
+        event.record(self.copy)
+        return event
+
+    def wait_for(self, event: Any) -> None:
+        """What is queued on the current stream from now on comes after ``event``."""
+        if event is not None:
+            torch.cuda.current_stream(self.device).wait_event(event)
+
+    def keep_until_copied(self, source: torch.Tensor) -> None:
+        """``source``, once freed, is not used again before all copies queued so far are over."""
+        if self._cuda:
+            source.record_stream(self.copy)
 
     def events(self) -> tuple[Any, Any]:
         """(all that was packed so far, all that was copied so far)."""

@@ -33,6 +33,9 @@ class StepRows:
     Attributes:
         events: device events after which ``rows`` and ``stamps`` are there.
         memory: what they lie in, if the step's owner made them :meth:`later`.
+        slots: int64 ``[rows]``, where the rows that were copied as they lay belong, if they were: each where it is, or :meth:`settle` says
+            that it never came.
+        displaced: some did not.
     """
 
     rows: torch.Tensor
@@ -43,6 +46,8 @@ class StepRows:
         if rows is not None and stamps is not None:
             self.rows, self.stamps = rows, stamps
         self.memory: torch.Tensor | None = None
+        self.slots: torch.Tensor | None = None
+        self.displaced = False
         self.events: list[Any] = []
         self._give_back = give_back
         self._lock = threading.Lock()
@@ -56,6 +61,16 @@ class StepRows:
     def put(self, memory: torch.Tensor, rows: torch.Tensor, stamps: torch.Tensor) -> None:
         """They are in ``memory``."""
         self.memory, self.rows, self.stamps = memory, rows, stamps
+
+    def settle(self) -> None:
+        """The copies are over: rows that do not lie where they belong lose their stamp. Any thread, before stamps are read."""
+        with self._lock:
+            slots, self.slots = self.slots, None
+            if slots is not None:
+                wrong = slots.numpy() != np.arange(len(slots))
+                if wrong.any():
+                    self.displaced = True
+                    self.stamps.numpy()[wrong] = -1  # no step has this number
 
     def bits(self) -> np.ndarray:
         """The rows as integers of their size. NumPy copies on one thread, and lets other threads run meanwhile."""
@@ -164,7 +179,9 @@ class Piece:
 
 
 def wrong_stamps(pieces: Sequence[Piece]) -> int:
-    """How many rows never came."""
+    """How many rows never came. All copies are over."""
+    for piece in pieces:
+        piece.source.settle()
     return sum(int((p.source.stamps.numpy()[p.row : p.row + p.count] != p.source.step).sum()) for p in pieces)
 
 
@@ -244,6 +261,7 @@ class Mover:
     def _move(self, record: StepRecord, source: StepRows, keep: list[Keep] | None) -> None:
         for event in source.events:
             event.synchronize()
+        source.settle()
         place = record.place
         if place is None or place.source is not source:
             return

@@ -5,6 +5,9 @@ while the next layers compute; a window is written again when its copy is over, 
 a replayed CUDA graph, in which no Python runs: its rows, all layers, go to a resident part, and leave in one copy when the step has been
 queued. On the host, chunks are put together from the rows of one or many steps, by the store's writers.
 
+A large step of one request needs not even a window, where the engine leaves queries alone once it has computed them: its layers are copied
+from where they lie (:mod:`~qcap.capture.held`).
+
 Nothing that is left to wait for a chunk to fill stays on the device, so the budget does not grow with the number of requests.
 """
 
@@ -22,6 +25,7 @@ import torch
 from qcap import kernels
 from qcap.attribution import Step
 from qcap.capture.features import QueryBooks, RequestTrack, Stage
+from qcap.capture.held import HELD, HeldQueries
 from qcap.capture.plan import PlanBuffer
 from qcap.capture.staging import HostArena, PageStager, Ready, RowsMissing, Staged
 from qcap.capture.step_rows import Mover, Piece, StepRecord, StepRows, assemble, wrong_stamps
@@ -37,6 +41,8 @@ RESIDENT_STEPS = 2
 """Small steps whose rows fit into the resident part: one is written while the one before leaves."""
 MAX_WINDOWS = 8
 MAX_TOGETHER = 8
+HELD_ROWS = 2048
+"""Steps of at least so many rows leave from where they lie, if they may: for smaller ones the calls cost the host more than they save."""
 
 
 @dataclass(frozen=True)
@@ -139,6 +145,8 @@ class StreamingQueryFeature(QueryBooks):
         host_bytes: bound on rows that wait in ordinary memory for their chunk to fill. Only with an arena that does not wait.
         recorded_layers: so many layers leave in one launch of a recorded graph (in a decode step the launches are most of what
             capture costs the device). More than 1 only where queries that are referred to stay what they are until then.
+        queries_stay: the engine writes to a layer's queries only where their memory is given to something else, and frees them as any
+            tensor; none of a step that is large belongs to a graph.
         debug: after each step, wait for the device and compare how many rows it found with how many were announced.
     """
 
@@ -155,6 +163,7 @@ class StreamingQueryFeature(QueryBooks):
         counters: Counter[str],
         host_bytes: int,
         recorded_layers: int = 1,
+        queries_stay: bool = False,
         debug: bool = False,
     ) -> None:
         super().__init__(geometry, counters)
@@ -183,6 +192,12 @@ class StreamingQueryFeature(QueryBooks):
         self._together = self._places = 1  # layers that leave in one copy, and such groups that the windows hold
         self._recorded_layers = recorded_layers if self._cuda else 1
         self._recorded: list[torch.Tensor] = []  # queries of the last layers, put away with the next ones
+        self._queries_stay, self._held_rows = queries_stay and self._cuda, HELD_ROWS
+        self._held = HeldQueries(stager)
+        self._first: torch.Tensor | None = None  # queries of layer 0, which leave with those of layer 1: the device waits for the host here
+        self._held_most = 0  # rows of the largest step that there was room for
+        self._direct = False  # the step's rows leave from where they lie
+        self._slots_large = torch.full((max(budget.max_rows, 1),), -1, dtype=torch.int64, device=device)  # of such a step: no graph's
         self._next_small = 0
         self._rows: StepRows | None = None
         self._step: Step | None = None
@@ -217,6 +232,8 @@ class StreamingQueryFeature(QueryBooks):
         if count != self._count:
             self._window_views.clear()
         self._step, self._rows, self._count, self._large = step, StepRows.later(step.number, partial(_give_back, self._arena)), count, large
+        alone = requests == 1 == len(step.requests)  # one that nothing is captured of has rows too, somewhere
+        self._direct = large and alone and self._queries_stay and count >= self._held_rows
         if large:  # a step that does not fill a window leaves several layers at a time: fewer calls for the host
             room = len(self.windows) // count
             self._together = max(1, min(MAX_TOGETHER, room // 3))
@@ -239,14 +256,17 @@ class StreamingQueryFeature(QueryBooks):
         used = layers * count * self.budget.row_bytes
         full = not self._arena.waits and self.mover.bytes + used > self._host_bytes
         nbytes = -(-used // 8) * 8
-        memory = None if full else self._arena.take((nbytes + 8 * count,), torch.uint8)
+        memory = None if full else self._arena.take((nbytes + 8 * count * (1 + self._direct),), torch.uint8)
         if memory is None:
             self._drop_step()
             assert step is not None
             self.ledger.give_up(step, "host-full")
             return None
         home = memory[:used].view(self.dtype).view((layers, count, width) if self._large else (count, layers, width))
-        rows.put(memory, home.transpose(0, 1) if self._large else home, memory[nbytes:].view(torch.int64))
+        stamps = memory[nbytes:].view(torch.int64)
+        rows.put(memory, home.transpose(0, 1) if self._large else home, stamps[:count])
+        if self._direct:
+            rows.slots = stamps[count:]
         return rows
 
     def _resident_place(self, count: int) -> int:
@@ -269,14 +289,19 @@ class StreamingQueryFeature(QueryBooks):
         if layer == 0:
             self._recorded = []
             self._seen_rows, self._slots = rows, self._ring_slots[:rows]
+            if self._direct and self.active:
+                self._direct = query.is_contiguous() and rows >= self._count and self._room_to_hold()
+                if self._direct:
+                    self._flushed = self._geometry.num_layers  # through no window
+                    self._slots = self._slots_large[: self._count]
             stamps = self._stamps_large if large else self._stamps_small
             if large and self._stamps_free is not None:
                 torch.cuda.current_stream(self._device).wait_event(self._stamps_free)
-            n = self._geometry.block_size
+            n, slots = self._geometry.block_size, slot_mapping[: len(self._slots)]
             if self._counts is None:
-                kernels.slot_attribution(slot_mapping[:rows], self._plan.device, n, self._slots, stamps)
+                kernels.slot_attribution(slots, self._plan.device, n, self._slots, stamps)
             else:
-                kernels.slot_attribution(slot_mapping[:rows], self._plan.device, n, self._slots, stamps, self._counts)
+                kernels.slot_attribution(slots, self._plan.device, n, self._slots, stamps, self._counts)
         elif rows != self._seen_rows:  # fast prefill with shared KV: later layers see fewer rows, and which ones is not ours to guess
             raise Unsupported(f"layer {layer} has {rows} query rows, layer 0 had {self._seen_rows}")
         if not rows:
@@ -285,6 +310,9 @@ class StreamingQueryFeature(QueryBooks):
         width = query.numel() // rows
         if width != self._resident_layers[0].shape[1]:
             raise Unsupported(f"layer {layer}: rows are {width} wide, expected {self._resident_layers[0].shape[1]} (heads x head size)")
+        if large and self._direct:
+            self._leave(layer, query.reshape(rows, width)[: self._count])
+            return
         if large:
             self._flush(layer)  # those before it, should nobody have said that they are done
             first = self._window_of(layer)
@@ -302,6 +330,30 @@ class StreamingQueryFeature(QueryBooks):
         self._calls += 1
         if large and not self._cuda:
             self._flush(layer + 1)
+
+    def _room_to_hold(self) -> bool:
+        """Whether the device can spare what queries take that are freed a few layers later than they would be."""
+        if self._count > self._held_most:
+            needed = 2 * (HELD + 1) * self._count * self.budget.row_bytes
+            if self._cuda and torch.cuda.mem_get_info(self._device)[0] < needed:
+                return False
+            self._held_most = self._count
+        return True
+
+    def _leave(self, layer: int, query: torch.Tensor) -> None:
+        """Copy a layer's queries from where they lie; those of layer 0 with the next ones."""
+        self._calls += 1
+        if layer == 0 and self._geometry.num_layers > 1:
+            self._first = query
+            return
+        rows = self._reserved()
+        first, self._first = self._first, None
+        if rows is None:
+            return
+        home = rows.rows.transpose(0, 1)  # [L, rows, H], contiguous
+        if first is not None:
+            self._held.leave(first, home[0])
+        self._held.leave(query.contiguous(), home[layer])
 
     def _record_layer(self, layer: int, query: torch.Tensor) -> None:
         """Part of a graph: several layers in one launch. What is referred to here is not given to anyone else meanwhile."""
@@ -355,11 +407,15 @@ class StreamingQueryFeature(QueryBooks):
             return
         if not self._calls:
             self._counters["query.steps_replayed"] += 1
+        elif self._direct:
+            self._counters["query.steps_held"] += 1
         rows = self._reserved()
         if rows is None:
             return
         if self._large:
             self._flush(layers)
+            if rows.slots is not None:
+                self._stager.copy_out(self._slots_large[: self._count], rows.slots, keep=True)
             self._stager.copy_out(self._stamps_large[: self._count], rows.stamps, keep=True)
         else:
             here = slice(self._base, self._base + self._count)
@@ -388,7 +444,9 @@ class StreamingQueryFeature(QueryBooks):
     def quiet(self) -> None:
         """Empty the plan: what runs before the next :meth:`begin` matches no block."""
         self._plan.quiet()
-        self.active = False
+        self.active = self._direct = False
+        self._first = None
+        self._held.let_go()
 
     def end(self) -> None:
         """What was left over by the step's whole chunks leaves the arena."""
@@ -477,6 +535,9 @@ class StreamingQueryFeature(QueryBooks):
 
     def _check_rows(self, pieces: Sequence[Piece]) -> None:
         wrong = wrong_stamps(pieces)
+        if self._queries_stay and any(piece.source.displaced for piece in pieces):
+            self._queries_stay = False
+            often.error("the rows of a step of one request do not lie in order: they leave through the ring from now on")
         if wrong:
             self._counters["query.rows_missing"] += wrong
             raise RowsMissing(f"{wrong} of {self._geometry.chunk_size} rows of a chunk never reached the ring: it is not published")

@@ -69,6 +69,15 @@ def queries_outlive_their_layer(vllm_config: Any) -> bool:
     return bool(mode == 3 and split and not getattr(config, "use_inductor_graph_partition", True))
 
 
+def queries_stay(layers: Mapping[str, Any], vllm_config: Any) -> bool:
+    """Whether a layer's queries, in a forward pass that is no graph, stay what they are until their memory is free, so that they may be
+    read later than the attention reads them: the compiler does not plan their memory, and the attention is known to write nothing there.
+    """
+    impls = {type(layer.impl) for layer in layers.values()}
+    known = all(impl.__name__ == "FlashAttentionImpl" and impl.__module__.startswith("vllm.") for impl in impls)
+    return known and queries_outlive_their_layer(vllm_config)
+
+
 def engine_ropes() -> list[Any]:
     """The rotary embedding modules of this process (vLLM keeps one of each kind); empty if there are none, or vLLM moved them."""
     rotary_embedding = sys.modules.get("vllm.model_executor.layers.rotary_embedding")  # a model that rotates has imported it

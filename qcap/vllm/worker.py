@@ -31,6 +31,7 @@ from qcap.vllm.hooks import (
     attention_layers,
     engine_ropes,
     queries_outlive_their_layer,
+    queries_stay,
     refusal,
     slot_mapping_of,
     why_layers_pass_unseen,
@@ -314,7 +315,10 @@ class WorkerSide:
         graph_rows = max(getattr(self._vllm_config.compilation_config, "cudagraph_capture_sizes", None) or [0])
         padded = max(max_tokens, graph_rows) + 1024  # to a multiple, for sequence parallelism
         if config.ring_blocks is None and config.ring_depth is None:
-            feature: QueryFeature | StreamingQueryFeature = self._streaming(geometry, max_tokens, graph_rows, plan_blocks, padded, stager)
+            stay = queries_stay({name: layers[name] for name in names}, self._vllm_config)
+            feature: QueryFeature | StreamingQueryFeature = self._streaming(
+                geometry, max_tokens, graph_rows, plan_blocks, padded, stager, stay
+            )
         else:
             blocks = config.ring_blocks or max(ring_blocks_for(max_tokens, n, config.ring_depth or 2), plan_blocks)
             self._check_memory(blocks * n * geometry.num_layers * geometry.hidden(CacheKind.QUERY) * geometry.torch_dtype.itemsize, device)
@@ -332,7 +336,7 @@ class WorkerSide:
         return feature
 
     def _streaming(
-        self, geometry: Geometry, max_tokens: int, graph_rows: int, plan_blocks: int, padded: int, stager: PageStager
+        self, geometry: Geometry, max_tokens: int, graph_rows: int, plan_blocks: int, padded: int, stager: PageStager, stay: bool
     ) -> StreamingQueryFeature:
         ring_bytes = self._config.ring_bytes or DEFAULT_RING_BYTES
         row_bytes = geometry.num_layers * geometry.hidden(CacheKind.QUERY) * geometry.torch_dtype.itemsize
@@ -357,6 +361,7 @@ class WorkerSide:
             counters=self.counters,
             host_bytes=stager.arena.nbytes,
             recorded_layers=self._config.recorded_layers if queries_outlive_their_layer(self._vllm_config) else 1,
+            queries_stay=stay,
             debug=self._config.debug,
         )
 

@@ -91,3 +91,28 @@ def test_rows_under_graphs(model: str, tmp_path: Path, recorded_layers: int) -> 
         print(f"{name}: rows {errors.numel()}, median {errors.median():.2e}, 99.9 % {errors.quantile(0.999):.2e}, max {errors.max():.2e}")
     assert seen.max() < max(2 * float(noise.max()), 0.05), "a row of another token differs by about 1"
     assert seen.quantile(0.999) < 2 * noise.quantile(0.999), "rows differ by more than the engine's own rounding does"
+
+
+def test_rows_of_large_steps(model: str, tmp_path: Path) -> None:
+    """A prompt's rows leave from where the engine computed them, under torch.compile; the same prompts, computed in small steps by an eager
+    engine, say what they are. # C24 A31"""
+    prompts = jobs.make_prompts([2500, 3900, 2048], 1000, seed=17)
+    requests = [{"ids": ids, "n": 2} for ids in prompts]
+    qcap = {"chunk_size": CHUNK}
+    env = {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    large = {**engine(False), "max_num_batched_tokens": 4096, "max_model_len": 4096}
+    stores = f"file://{tmp_path}/large", f"file://{tmp_path}/small"
+    one_by_one = [[request] for request in requests]
+    job = {"model": model, "qcap": qcap, "store": stores[0], "engine": large, "batches": one_by_one}
+    first = run_in_process(jobs.serve, job, timeout_s=400, env=env)
+    assert first["state"]["counters"].get("query.steps_held", 0) == len(prompts), "no step left from where it lies: the test shows nothing"
+    for served in first["rounds"]:
+        assert served["skipped"] == {} and served["stored"] == {"kv": served["whole"], "query": served["whole"]}
+    small = {**engine(True), "max_model_len": 4096}
+    run_in_process(jobs.serve, {**job, "store": stores[1], "engine": small}, timeout_s=400, env=env)
+    for ids in prompts:
+        for mine, theirs in zip(captured(stores[0], model, ids), captured(stores[1], model, ids), strict=True):
+            assert mine.shape[2] == len(ids) // CHUNK * CHUNK
+            errors = row_errors(mine, theirs)
+            print(f"{len(ids)} tokens: median {errors.median():.2e}, 99.9 % {errors.flatten().quantile(0.999):.2e}, max {errors.max():.2e}")
+            assert errors.max() < 0.05, "a row of another token differs by about 1"

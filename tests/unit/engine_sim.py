@@ -501,6 +501,8 @@ class Sim:
             )  # fmt: skip
             for buffer in (self.query.windows, self.query.resident):
                 buffer.fill_(POISON)
+            # Steps of one request may leave from where they lie, as on a GPU. If a row is lost there, so are those behind it.
+            self.query._queries_stay, self.query._held_rows = o.seed % 2 == 0 and not o.dropped_rows, o.small_rows + 2
         else:
             self.query = QueryFeature(
                 g, device=torch.device("cpu"), dtype=torch.float32, ring_blocks=self.ring_blocks, max_rows=o.budget + 8, plan_blocks=limit,
@@ -833,6 +835,8 @@ class Sim:
             fused = torch.full((len(q_slots) + padding + extra_rows, 3 * H), POISON)
             fused[: len(q_slots), :H] = values(q_hashes, layer, 2)
             query = fused[:, :H].view(-1, HEADS, D)
+            if len(query) % 3:
+                query = query.contiguous()
             if len(query):
                 with self._recording(graph, len(query)):
                     self.worker._on_query(layer, NAMES[layer], query, mapping)

@@ -159,7 +159,9 @@ def test_rows_are_attributed_once_a_step(bench, monkeypatch):  # C24: every laye
     b.run(request(1, 0, 8, [5, 3]), tokens=[(1, 0, IDS[:8])])
     assert len(calls) == 1
     b.run(request(1, 8, 9, [4], first=2), tokens=[(1, 8, IDS[8:9])])
-    assert len(calls) == 2 and calls[0].data_ptr() == calls[1].data_ptr()
+    b.run(request(2, 0, 8, [6, 7]), tokens=[(2, 0, IDS[:8])])
+    b.run(request(2, 8, 9, [8], first=2), tokens=[(2, 8, IDS[8:9])])
+    assert len(calls) == 4 and [c.data_ptr() for c in calls[:2]] == [c.data_ptr() for c in calls[2:]], "into memory that stays"
 
 
 def test_nothing_leaves_before_the_save_hook(bench):  # C30
@@ -719,6 +721,8 @@ LOADING = {**MEDIUM, "requests": 14, "families": 1, "salts": ("blue",), "load": 
 SPILLING = {"max_running": 6, "budget": 8, "chunk": 16, "ring_blocks": 9, "max_prompt": 40, "max_outputs": 20}
 SCENARIOS = {
     "plain": {},
+    "one request at a time": {"max_running": 1, "requests": 14, "max_prompt": 70, "num_blocks": 40},
+    "one request at a time, preemption and resets": {**TIGHT, "max_running": 1, "asynchronous": True, "resets": 0.1, "aborts": 0.1},
     "preemption": TIGHT,
     "resumed as new (second runner)": {**TIGHT, "v2": True},
     "worker in another process": {**MEDIUM, "in_process": False, "aborts": 0.2},

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+import weakref
 from array import array
 from collections import Counter
 
@@ -12,7 +14,9 @@ import torch
 
 from qcap import kernels
 from qcap.attribution import LoadRequest, RequestStep, Step, TokenUpdate, flatten, request_step, token_update
-from qcap.capture import HostArena, PageStager, StreamBudget, StreamingQueryFeature, stream_ledger
+from qcap.capture import HostArena, PageStager, RequestTrack, StreamBudget, StreamingQueryFeature, stream_ledger
+from qcap.capture.held import HeldQueries
+from qcap.capture.staging import RowsMissing
 from qcap.capture.step_rows import Keep, Mover, Piece, Place, StepRecord, StepRows, assemble, wrong_stamps
 from qcap.capture.stream_ledger import StreamLedger
 from qcap.errors import ConfigError, Unsupported
@@ -454,3 +458,190 @@ def test_a_graph_puts_several_layers_away_together(monkeypatch, layers, strides)
     assert len(feature._recorded) == (layers > 1)
     feature.quiet()
     feature.close()
+
+
+# ---- a step of one request --------------------------------------------------------------------------------------------------------
+
+
+class HeldRig:
+    """A feature whose steps of one request leave from where they lie, on a CPU, where a copy is over when it is made."""
+
+    def __init__(self, layers=3, **more):
+        g = Geometry(
+            model="m", layer_names=tuple(f"l{i}" for i in range(layers)), num_q_heads=1, num_kv_heads=1, head_size=4, dtype="float32",
+            block_size=N, chunk_size=CH, rope=Rope(rotary_dim=4),
+        )  # fmt: skip
+        self.layers, self.arena, self.counters = layers, HostArena(1 << 20, pinned=False, waits=True), Counter()
+        stager = PageStager(torch.device("cpu"), self.arena)
+        self.feature = StreamingQueryFeature(
+            g, StreamBudget(40, 4, 2, 16, layers), num_kv_blocks=40, plan_blocks=40, plan_requests=4, padded_rows=50, stager=stager,
+            counters=self.counters, host_bytes=1 << 20, **more,
+        )  # fmt: skip
+        self.feature._queries_stay, self.feature._held_rows = True, 8
+        self.number, self.left = 0, 0
+        real = self.feature._held.leave
+
+        def leave(query, home):
+            self.left += 1
+            real(query, home)
+
+        self.feature._held.leave = leave
+
+    def run(self, *requests, rows=None, order=None, strided=(), padding=2, layers=None):
+        """Rows hold (position, layer); ``order``: of the rows as the engine has them."""
+        self.number += 1
+        self.feature.begin(Step(self.number, tuple(requests)))
+        at = [(r, p) for r in requests for p in range(r.start, r.end)]
+        at = at if order is None else [at[i] for i in order]
+        slots = torch.tensor([r.block_ids[p // N - r.first_block] * N + p % N for r, p in at] + [-1] * padding)
+        for layer in range(self.layers if layers is None else layers):
+            query = torch.full((len(slots), 4), -7.0)
+            query[: len(at)] = torch.tensor([[float(p), layer, r.uid, 5.0] for r, p in at])
+            if layer in strided:
+                query = torch.cat([query, query], dim=1)[:, :4]
+            query = query if rows is None else query[:rows]
+            self.feature.on_layer(layer, query.view(-1, 1, 4), slots)
+            self.feature.layer_done(layer)
+        self.feature.commit(self.number, ())
+
+    def chunks(self, uid, final):
+        """Chunk -> positions of its rows, each checked in every layer; None if it is not whole."""
+        track, found = RequestTrack(uid, str(uid), ""), {}
+        for index, stage in self.feature.take(track, final):
+            staged = stage()
+            try:
+                staged.ready.synchronize()
+                rows = staged.host[0]
+                assert all((rows[layer, :, 1] == layer).all() and (rows[layer, :, 2] == uid).all() for layer in range(self.layers))
+                found[index] = rows[0, :, 0].int().tolist()
+            except RowsMissing:
+                found[index] = None
+            staged.release()
+        self.feature.end()
+        return found
+
+    def close(self):
+        for uid in (1, 2):
+            self.feature.release(RequestTrack(uid, str(uid), ""))
+        self.feature.close()
+        assert self.arena.outstanding == 0
+
+
+@pytest.fixture
+def held():
+    made = []
+
+    def make(*args, **more):
+        made.append(HeldRig(*args, **more))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 5])
+@pytest.mark.parametrize("strided", [(), (1,), (2, 4)])
+def test_a_step_of_one_request_leaves_from_where_it_lies(held, layers, strided):  # A31 C24
+    rig = held(layers)
+    rig.run(request(1, 0, 19, [9, 4, 7, 2, 5]), strided=strided)
+    assert rig.left == layers
+    assert rig.chunks(1, 19) == {0: list(range(8)), 1: list(range(8, 16))}
+    rig.run(request(1, 19, 35, [9, 4, 7, 2, 5, 8, 3, 6, 1], admitted=False))  # the rest of a chunk comes from the step before
+    assert rig.left == 2 * layers
+    assert rig.chunks(1, 35) == {2: list(range(16, 24)), 3: list(range(24, 32))}
+    assert rig.counters["query.rows_missing"] == 0
+
+
+def test_rows_that_do_not_lie_in_order_never_count(held):
+    """What never happens: if it does, no row stands under another token, and the next steps go through the ring."""
+    rig = held()
+    order = [*range(8), 9, 8, *range(10, 19)]
+    rig.run(request(1, 0, 19, [9, 4, 7, 2, 5]), order=order)
+    assert rig.left == 3 and rig.chunks(1, 19) == {0: list(range(8)), 1: None} and rig.counters["query.rows_missing"] == 2
+    rig.run(request(2, 0, 19, [11, 12, 13, 14, 15]), order=order)
+    assert rig.left == 3 and rig.chunks(2, 19) == {0: list(range(8)), 1: list(range(8, 16))}
+
+
+def test_rows_that_are_left_over_are_settled_before_they_move(held):
+    rig = held()
+    rig.run(request(1, 0, 20, [9, 4, 7, 2, 5]), order=[*range(17), 18, 17, 19])
+    assert rig.chunks(1, 20) == {0: list(range(8)), 1: list(range(8, 16))}
+    while rig.feature.mover.busy():
+        time.sleep(0.001)
+    rig.run(request(1, 20, 24, [9, 4, 7, 2, 5, 6], admitted=False))
+    assert rig.chunks(1, 24) == {2: None}
+
+
+@pytest.mark.parametrize("why", ["small", "two requests", "one that nothing is stored of", "strided", "too few rows", "no room"])
+def test_what_goes_through_the_ring_all_the_same(held, monkeypatch, why):
+    rig = held()
+    one, other = request(1, 0, 19, [9, 4, 7, 2, 5]), request(2, 0, 9, [11, 12, 13])
+    if why == "small":
+        rig.feature._held_rows = 20
+        rig.run(one)
+    elif why == "two requests":
+        rig.run(one, other, order=[*range(19, 28), *range(19)])
+    elif why == "one that nothing is stored of":
+        rig.run(one, request(2, 0, 9, [11, 12, 13], skip="lora"), order=[*range(19, 28), *range(19)])
+    elif why == "strided":
+        rig.run(one, strided=(0,))
+    elif why == "too few rows":
+        rig.run(one, rows=18)
+    else:
+        monkeypatch.setattr(rig.feature, "_room_to_hold", lambda: False)
+        rig.run(one)
+    assert rig.left == 0
+    wanted = {0: list(range(8)), 1: list(range(8, 16))}
+    assert rig.chunks(1, 19) == wanted
+    if why == "two requests":
+        assert rig.chunks(2, 9) == {0: list(range(8))}
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_step_that_ends_in_the_middle_holds_nothing(held, layers):
+    rig = held()
+    rig.run(request(1, 0, 19, [9, 4, 7, 2, 5]), layers=layers)
+    assert rig.counters["query.steps_incomplete"] == 1 and rig.chunks(1, 19) == {}
+    assert rig.feature._first is None and not rig.feature._held._held and not rig.feature._direct
+    rig.run(request(2, 0, 19, [11, 12, 13, 14, 15]))
+    assert rig.chunks(2, 19) == {0: list(range(8)), 1: list(range(8, 16))}
+
+
+def test_queries_are_freed_behind_their_copy():
+    """Two layers' queries are held; before the next ones are, the device is told to wait for the oldest copy, and only then are they
+    free."""
+
+    class Stager:
+        def __init__(self):
+            self.calls = []
+
+        def copy_out(self, source, target, *, keep):
+            assert keep
+            self.calls.append(("copy", int(source[0, 0])))
+
+        def copied_so_far(self, event):
+            self.calls.append(("event", self.calls[-1][1], event is not None))
+            return self.calls[-1][1]
+
+        def wait_for(self, event):
+            self.calls.append(("wait", event, [i for i, one in enumerate(alive) if one() is not None]))
+
+        def keep_until_copied(self, source):
+            self.calls.append(("keep", int(source[0, 0])))
+
+    stager, alive = Stager(), []
+    queries = HeldQueries(stager)
+    for i in range(4):
+        tensor = torch.full((2, 2), float(i))
+        alive.append(weakref.ref(tensor))
+        queries.leave(tensor, tensor)
+        del tensor
+    assert [i for i, one in enumerate(alive) if one() is not None] == [2, 3]
+    queries.let_go()
+    assert stager.calls == [
+        ("copy", 0), ("event", 0, False), ("copy", 1), ("event", 1, False),
+        ("wait", 0, [0, 1, 2]), ("copy", 2), ("event", 2, True), ("wait", 1, [1, 2, 3]), ("copy", 3), ("event", 3, True),
+        ("keep", 2), ("keep", 3),
+    ]  # fmt: skip
+    assert all(one() is None for one in alive)
