@@ -108,6 +108,7 @@ class RestingPipe:
         self._events: list[Any] = [None] * (ahead + 1)  # behind a layer's scatters; compute waits for it before it is used again
         self._before: Any = None  # behind what compute was given before the step
         self._groups: list[_Group] = []
+        self._pending: deque[tuple[int, _Group, int]] = deque()  # (layer, group, part) to be copied, in the order in which they are needed
         self._leases: list[Lease] = []
         self._early: list[EarlyCopies] = []
         self._queued = self._waited = 0  # layers
@@ -217,6 +218,13 @@ class RestingPipe:
                     for length in part.lengths:
                         group.blocks[-1].append(blocks[first : first + length // n])
                         first += length // n
+            self._pending.extend(
+                (layer, group, index)
+                for layer in range(self._connector.num_layers)
+                for group in self._groups
+                for index in range(len(group.parts))
+                if (layer, index) not in group.copied
+            )
             for layer in range(min(self._ahead + 1, self._connector.num_layers)):
                 self._queue(layer)
         except Exception as error:
@@ -245,8 +253,9 @@ class RestingPipe:
     def end(self) -> None:
         """Nothing more is queued. What was queued and not waited for, compute waits for: its pages may get new owners. Twice is fine."""
         for group in self._groups:
-            self._free.extend(group.copied.values())  # copied early, and never needed
+            self._free.extend(group.copied.values())  # copied, and never needed
         self._groups = []
+        self._pending.clear()
         try:
             if self._waited < self._queued:
                 self._streams.wait(self._streams.compute(), self._events[(self._queued - 1) % len(self._events)])
@@ -272,33 +281,47 @@ class RestingPipe:
     # -- queueing
 
     def _queue(self, layer: int) -> None:
+        """Queue the scatters of a layer, the copies that they need, and some of those that come next: the link shall never be idle."""
         streams = self._streams
-        parts = [(group, index) for group in self._groups for index in range(len(group.parts))]
+        left = [(group, index) for group in self._groups for index in range(len(group.parts))]
+        further = 2 * len(left)
         try:
-            while parts:
-                taken: list[tuple[_Group, int, _Slot]] = []
-                try:
-                    with streams.on(streams.load):  # once for as many parts as there is room for: it has its price
-                        while parts and ((layer, parts[0][1]) in parts[0][0].copied or self._free):
-                            group, index = parts.pop(0)
-                            slot = group.copied.pop((layer, index), None)
-                            early = slot is not None
-                            slot = slot or self._free.popleft()
-                            taken.append((group, index, slot))
-                            if not early:
-                                self._copy(group.parts[index], layer, slot)
-                    with streams.on(streams.pages):
-                        for group, index, slot in taken:
+            while left:
+                self._stage(len(left))
+                here = [(group, index) for group, index in left if (layer, index) in group.copied]
+                if not here:
+                    raise RuntimeError("no staging buffer for a layer that is needed: its load is given up")
+                left = [one for one in left if one not in here]
+                with streams.on(streams.pages):
+                    for group, index in here:
+                        slot = group.copied.pop((layer, index))
+                        try:
                             self._write(group, index, layer, slot)
-                finally:
-                    self._free.extend(slot for _, _, slot in taken)
+                        finally:
+                            self._free.append(slot)
         finally:
             place = layer % len(self._events)
             self._events[place] = streams.record(streams.pages, self._events[place])
             self._queued = layer + 1
-        if self._queued == self._connector.num_layers:
+        if self._queued < self._connector.num_layers:
+            self._stage(further)
+        else:
             leases, self._leases = self._leases, []
             self._let_go(leases)
+
+    def _stage(self, most: int) -> None:
+        """Queue up to ``most`` of the copies that come next, as far as there are buffers.
+
+        A layer's parts find some: all but two were given to layers behind it at most, and to those only early; and what is copied here is
+        copied in order.
+        """
+        if most and self._pending and self._free:
+            with self._streams.on(self._streams.load):
+                while most and self._pending and self._free:
+                    layer, group, index = self._pending.popleft()
+                    group.copied[layer, index] = slot = self._free.popleft()
+                    self._copy(group.parts[index], layer, slot)
+                    most -= 1
 
     def _copy(self, part: Part, layer: int, slot: _Slot) -> None:
         """Queue the copies of one layer of ``part`` into a buffer that nobody else has, on the load stream, which is current."""
