@@ -20,9 +20,10 @@ from rich.table import Table
 from rich.text import Text
 
 import qcap
-from qcap.errors import ConfigError, QcapError, TokenError
+from qcap.errors import ConfigError, QcapError, StoreUnavailable, TokenError
 
 if TYPE_CHECKING:
+    from qcap.store.listing import StoredEdit
     from qcap.store.tiers import SequenceRecord
 
 app = typer.Typer(name="qcap", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -30,6 +31,8 @@ bench = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Small run
 app.add_typer(bench, name="bench")
 
 Url = Annotated[str, typer.Argument(metavar="URL", help="The store: file:///data/captures, a plain path, s3://bucket/prefix, ...")]
+_WIDEST = 1 << 16
+"""Columns of a table that is written to a file: as many as it takes."""
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")]
 ModelName = Annotated[str | None, typer.Option("--model", help="Only this model, by the name the engine was given.")]
 
@@ -43,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except QcapError as error:
         if debug:
             traceback.print_exc()
-        Console(stderr=True).print(Text(f"qcap: {_one_line(str(error))}"), soft_wrap=True)
+        Console(stderr=True).print(Text(f"qcap: {_plain(_one_line(str(error)))}"), soft_wrap=True)
         sys.exit(getattr(error, "exit_code", 2))
 
 
@@ -73,19 +76,27 @@ def ls(
     url: Url,
     model: ModelName = None,
     limit: Annotated[int, typer.Option(min=0, help="Sequences to list, the newest; 0 for all.")] = 20,
+    edits: Annotated[bool, typer.Option(help="List stored edits too, which takes a look at each object.")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """List a store's models and captured sequences. Exit code 1 if the folder does not exist."""
+    """List a store's models, captured sequences and stored edits. Exit code 1 if the folder does not exist."""
     from qcap.backends import open_backend
+    from qcap.store.listing import stored_edits
     from qcap.store.urls import open_tier
     from qcap.store.verify import nothing_at
 
-    if nothing := nothing_at(url):
+    try:
+        nothing = nothing_at(url)
+        tier = open_tier(url)
+        entries = [] if nothing else list(tier.list_objects())
+    except OSError as error:
+        raise StoreUnavailable(f"{url} cannot be listed ({error}): see to the permissions of its folders") from error
+    if nothing:
         if as_json:
-            _print_json({"url": url, "objects": 0, "bytes": 0, "models": [], "sequences": []})
+            _print_json({"url": url, "objects": 0, "bytes": 0, "models": [], "sequences": [], "edits": []})
         Console(stderr=as_json).print(Text(nothing.reason), soft_wrap=True)
         raise typer.Exit(0 if nothing.exists else 1)
-    entries = list(open_tier(url).list_objects())
+    found, unreadable = stored_edits(tier, entries, model) if edits else ([], 0)
     backend = open_backend(url)
     try:
         manifests = backend.manifests(model)
@@ -102,11 +113,12 @@ def ls(
     ]  # fmt: skip
     total = {"objects": len(entries), "bytes": sum(e.nbytes for e in entries)}
     if as_json:
-        return _print_json({"url": url, **total, "models": models, "sequences": [_summary(i, r) for i, r in enumerate(records)]})
+        sequences = [_summary(i, r) for i, r in enumerate(records)]
+        return _print_json({"url": url, **total, "models": models, "sequences": sequences, "edits": [_edit_summary(e) for e in found]})
     console = Console()
-    console.print(f"{url}: {total['objects']} objects, {_size(total['bytes'])}", soft_wrap=True)
+    console.print(Text(_plain(f"{url}: {total['objects']} objects, {_size(total['bytes'])}")), soft_wrap=True)
     if not models:
-        console.print("No model has been captured here" + (f" under the name {model!r}." if model else " yet."))
+        console.print(Text("No model has been captured here" + (f" under the name {model!r}." if model else " yet.")), soft_wrap=True)
         return
     rows = [
         (
@@ -115,10 +127,23 @@ def ls(
         )
         for m in models
     ]  # fmt: skip
-    console.print(_table("models", ("model", "kinds", "L", "HQ / HK", "D", "dtype", "chunk", "tp", "sequences"), rows))
+    _print_table(console, "models", ("model", "kinds", "L", "HQ / HK", "D", "dtype", "chunk", "tp", "sequences"), rows)
     first = max(0, len(records) - limit) if limit else 0
     title = "sequences" if not first else f"the newest {limit} of {len(records)} sequences (--limit 0 for all)"
     _print_sequences(console, title, [_summary(i, r) for i, r in enumerate(records)][first:])
+    if found:
+        cells = [tuple(_edit_summary(e).values()) for e in found]
+        _print_table(console, "edits (cache_salt)", ("model", "kind", "salt", "edit", "tokens", "chunks"), cells)
+    if unreadable:
+        what = f"{unreadable} objects cannot be read, and may be of edits too: `qcap verify {url}` tells which"
+        console.print(Text(_plain(what)), soft_wrap=True)
+
+
+def _edit_summary(edit: StoredEdit) -> dict[str, Any]:
+    return {
+        "model": edit.model, "kind": edit.kind.value, "salt": edit.salt, "edit": ", ".join(edit.names), "tokens": edit.tokens,
+        "chunks": edit.chunks,
+    }  # fmt: skip
 
 
 def _summary(index: int, record: SequenceRecord) -> dict[str, Any]:
@@ -148,7 +173,7 @@ def _print_sequences(console: Console, title: str, summaries: Sequence[dict[str,
         )
         for s in summaries
     ]  # fmt: skip
-    console.print(_table(title, ("#", "request", "model", "salt", "tokens", "prompt", "chunks stored", "skipped", "finished"), rows))
+    _print_table(console, title, ("#", "request", "model", "salt", "tokens", "prompt", "chunks stored", "skipped", "finished"), rows)
 
 
 # -- show -------------------------------------------------------------------------------------------------------------
@@ -256,19 +281,23 @@ def _print_details(console: Console, record: SequenceRecord, found: dict[str, An
         ("tokens", f"{len(record.token_ids)}: {record.prompt_tokens} prompt, {len(record.token_ids) - record.prompt_tokens} generated"),
         ("computed", f"{record.computed_tokens}, {found['whole_chunks']} whole chunks of {record.chunk_size}"), ("finished", finished),
     ]  # fmt: skip
-    console.print(_table(f"sequence {found['index']}", ("", ""), facts))
+    _print_table(console, f"sequence {found['index']}", ("", ""), facts)
     for kind, c in found["coverage"].items():
         bar = "".join("█" if there else "·" for there in c["chunks"])
         holes = f"; missing chunks: {', '.join(map(str, c['holes']))}" if c["holes"] else ""
+        if not c["chunks"]:
+            why = f"no whole chunk of {record.chunk_size} in {record.computed_tokens} computed tokens, so nothing of them can be stored"
+            console.print(Text(f"{kind}: {why}"), soft_wrap=True)
+            continue
         share = f"{c['stored_tokens']} of {c['whole_tokens']} whole-chunk tokens stored ({c['fraction']:.0%})"
         console.print(Text(f"{kind}: {share}, usable as a prefix {c['prefix_tokens']}{holes}"), soft_wrap=True)
-        console.print(Text(f"  {bar or '(no whole chunk)'}"))
+        console.print(Text(f"  {bar}"))
     for kind, reasons in record.skipped.items():
         for reason, count in reasons.items():
-            console.print(Text(f"{kind} skipped: {reason}, {count} chunks"), soft_wrap=True)
+            console.print(Text(_plain(f"{kind} skipped: {reason}, {count} chunks")), soft_wrap=True)
     for part, text in found.get("text", {}).items():
         console.print(Text(f"\n{part}:", style="bold"))
-        console.print(Text(text), soft_wrap=True)
+        console.print(Text(_plain(text, keep="\n\t")), soft_wrap=True)
 
 
 # -- verify, doctor, demo ---------------------------------------------------------------------------------------------
@@ -280,7 +309,8 @@ def verify(
     as_json: AsJson = False,
     delete: Annotated[bool, typer.Option("--delete", help="Remove damaged files, so that they can be captured or stored again.")] = False,
 ) -> None:
-    """Read every object of a store and check headers, keys and checksums. Exit code 1 if anything is wrong or nothing is there."""
+    """Read every object of a store and check headers, keys and checksums, and that edits are whole. Exit code 1 if anything is wrong or
+    nothing is there."""
     from qcap.store.verify import delete_bad, nothing_at, verify_store
 
     if as_json:
@@ -293,18 +323,26 @@ def verify(
                 "url": url, "ok": report.ok and not report.empty, "empty": report.empty,
                 "objects": report.objects, "bytes": report.nbytes, "manifests": report.manifests,
                 "sequences": report.sequences, "bad": [{"path": b.path, "reason": b.reason} for b in report.bad],
+                "broken_edits": [
+                    {"salt": e.salt, "model": e.model, "kind": e.kind, "reason": e.reason} for e in report.broken_edits
+                ],
                 "stale_staging": report.stale_staging,
             }
         )  # fmt: skip
     else:
         console = Console()
         if report.bad:
-            console.print(_table("not sound", ("file", "why"), [(b.path, b.reason) for b in report.bad]))
+            _print_table(console, "not sound", ("file", "why"), [(b.path, b.reason) for b in report.bad])
+        if report.broken_edits:
+            rows = [(e.salt, e.kind, e.reason) for e in report.broken_edits]
+            _print_table(console, "edits that are not whole", ("salt", "kind", "why"), rows)
         if report.stale_staging:
             console.print(f"{len(report.stale_staging)} files under staging/ were left by killed processes; they are safe to remove.")
         what = f"{report.objects} objects ({_size(report.nbytes)}), {report.manifests} manifests, {report.sequences} receipts"
         if not report.empty:
-            console.print(Text(f"{what}: " + ("all sound" if report.ok else f"{len(report.bad)} bad")), soft_wrap=True)
+            wrong = [f"{len(report.bad)} bad"] if report.bad else []
+            wrong += [f"{len(report.broken_edits)} edits not whole"] if report.broken_edits else []
+            console.print(Text(f"{what}: " + (", ".join(wrong) or "all sound")), soft_wrap=True)
     if report.empty and (nothing := nothing_at(url)):
         Console(stderr=as_json).print(Text(nothing.reason), soft_wrap=True)
     if delete and (report.bad or report.stale_staging):
@@ -338,7 +376,8 @@ def doctor(
         styles = {Status.GOOD: "green", Status.MISSING: "yellow", Status.BAD: "bold red", Status.INFO: ""}
         table = _table("", ("what", "", "found", "next step"), [])
         for f in findings:
-            table.add_row(Text(f.name), Text(f.status.value, style=styles[f.status]), Text(f.found), Text(f.next_step))
+            name, what, step = (Text(_plain(text)) for text in (f.name, f.found, f.next_step))
+            table.add_row(name, Text(f.status.value, style=styles[f.status]), what, step)
         Console().print(table)
     if any(f.status is Status.BAD for f in findings):
         raise typer.Exit(1)
@@ -396,7 +435,31 @@ def bench_layerwise(
 
 
 def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    text = json.dumps(value, indent=2, ensure_ascii=False)
+    if not text.replace("\n", " ").isprintable():  # json leaves some that steer a terminal as they are; in JSON only strings have others
+        text = "".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in text)
+    sys.stdout.write(text + "\n")
+
+
+def _plain(text: str, keep: str = "") -> str:
+    from qcap.sdk.coverage import printable
+
+    return printable(text, keep)
+
+
+def _print_table(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    """As a table where all of it fits, and where no human's screen is; else a line a cell, so that each can be copied whole."""
+    table = _table(title, columns, rows)
+    wanted = console.measure(table, options=console.options.update(max_width=_WIDEST)).maximum
+    if wanted <= console.width:
+        return console.print(table)
+    if not console.is_terminal:
+        return Console(file=console.file, width=wanted, color_system=None).print(table)
+    console.print(Text(title, style="italic"), soft_wrap=True)
+    width = max(map(len, columns))
+    for row in rows:
+        first, *others = (f"{name:<{width}}  {_plain(str(cell))}".strip() for name, cell in zip(columns, row, strict=True) if str(cell))
+        console.print(Text("\n  ".join([first, *others])), soft_wrap=True)
 
 
 def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
@@ -405,7 +468,7 @@ def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]])
     for name in columns:
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(*(Text(str(cell)) for cell in row))
+        table.add_row(*(Text(_plain(str(cell))) for cell in row))
     return table
 
 

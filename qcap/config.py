@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import re
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from qcap.errors import ConfigError
@@ -44,6 +47,17 @@ def parse_int(key: str, value: Any, minimum: int | None = None) -> int:
     if minimum is not None and number < minimum:
         raise ConfigError(f"{key} must be at least {minimum}, got {number}")
     return number
+
+
+def parse_seconds(key: str, value: Any) -> float:
+    """A positive number of seconds.
+
+    Raises:
+        ConfigError: anything else: a text, NaN, or more than a lock can wait for.
+    """
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) <= threading.TIMEOUT_MAX:
+        raise ConfigError(f"{key} must be positive, a number of seconds, got {value!r}")
+    return float(value)
 
 
 def parse_choice(key: str, value: Any, choices: tuple[str, ...]) -> str:
@@ -120,15 +134,12 @@ class CaptureConfig:
         """From the ``qcap.*`` keys of a ``kv_connector_extra_config``; keys of others are left alone.
 
         Raises:
-            ConfigError: an unknown ``qcap.*`` key (with the nearest known one), a value that cannot be read, or no store.
+            ConfigError: a key that is meant for qcap and is not one of its own (with the nearest that is), a value that cannot be read, no
+                store, or nothing to do.
         """
-        known = tuple(_PARSERS)
         for key in extra:
-            if f"qcap.{key}" in _PARSERS:
-                raise ConfigError(f"setting {key!r} lacks its prefix: write 'qcap.{key}'")
-            if key.startswith("qcap.") and key not in _PARSERS:
-                near = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-                raise ConfigError(f"unknown setting {key!r}: did you mean {near[0]!r}? Known: {', '.join(known)}")
+            if key not in _PARSERS:
+                _check_foreign(str(key))
         if not extra.get("qcap.store"):
             raise ConfigError("qcap.store is not set: give the store's URL, for instance 'file:///data/captures'")
         values = {}
@@ -138,11 +149,22 @@ class CaptureConfig:
         config = cls(**values)
         if config.blending:
             raise ConfigError("qcap.blending: the model of no engine recomputes between cached segments yet: set it to false")
+        if not config.kv and not config.query and config.load == "off":
+            raise ConfigError(
+                "nothing to do: qcap.kv and qcap.transfer_intermediate_tensors are false and qcap.load is 'off'. Set one of the first two "
+                "to true to capture, qcap.load to 'salted' to load, or start the engine without qcap"
+            )
         return config
 
 
 def _at_least(minimum: int):  # type: ignore[no-untyped-def]
     return lambda key, value: parse_int(key, value, minimum)
+
+
+def _name(key: str, value: Any) -> str:
+    if not str(value).strip() or "\0" in str(value):
+        raise ConfigError(f"{key} must be a name that chunks are stored under, got {value!r}: leave it out to take the engine's own")
+    return str(value)
 
 
 _PARSERS: dict[str, tuple[str, Any]] = {
@@ -161,5 +183,50 @@ _PARSERS: dict[str, tuple[str, Any]] = {
     "qcap.q.recorded_layers": ("recorded_layers", _at_least(1)),
     "qcap.host_bytes": ("host_bytes", _at_least(1)),
     "qcap.load_ahead_bytes": ("load_ahead_bytes", _at_least(0)),
-    "qcap.model_name": ("model_name", lambda key, value: str(value)),
+    "qcap.model_name": ("model_name", _name),
 }
+
+ARGUMENTS: dict[str, str] = {
+    "store_url": "qcap.store",
+    "query": "qcap.transfer_intermediate_tensors",
+    "chunk_size": "qcap.chunk_size",
+    "on_pressure": "qcap.on_pressure",
+    "kv": "qcap.kv",
+    "load": "qcap.load",
+    "q_ring_bytes": "qcap.q.ring_bytes",
+    "q_ring_blocks": "qcap.q.ring_blocks",
+    "q_ring_depth": "qcap.q.ring_depth",
+    "q_recorded_layers": "qcap.q.recorded_layers",
+    "host_bytes": "qcap.host_bytes",
+    "load_ahead_bytes": "qcap.load_ahead_bytes",
+    "debug": "qcap.debug",
+    "model_name": "qcap.model_name",
+    "layerwise": "qcap.layerwise",
+}
+"""What :func:`qcap.vllm.transfer_config` calls a setting -> its key."""
+
+
+def _flat(key: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "_", key.lower())
+
+
+_SPELLINGS = {_flat(key.removeprefix("qcap.")): key for key in _PARSERS} | ARGUMENTS
+"""Names in one spelling -> the key that is meant."""
+_NAMES = {field: key for key, (field, _) in _PARSERS.items()} | _SPELLINGS
+
+
+def _check_foreign(key: str) -> None:
+    """That a key which is not qcap's is not meant to be one.
+
+    Raises:
+        ConfigError: it begins like one, or is a setting's name without ``qcap.``, in another case, with ``_`` for ``.``, or as an argument
+            of ``transfer_config``.
+    """
+    flat = _flat(key)
+    if flat == "qcap":
+        raise ConfigError(f"setting {key!r} is none: give each setting by itself, for instance 'qcap.store'. Known: {', '.join(_PARSERS)}")
+    if flat.startswith("qcap_"):
+        (near,) = difflib.get_close_matches(flat.removeprefix("qcap_"), _NAMES, n=1, cutoff=0.0)
+        raise ConfigError(f"unknown setting {key!r}: did you mean {_NAMES[near]!r}? Known: {', '.join(_PARSERS)}")
+    if flat in _SPELLINGS:
+        raise ConfigError(f"setting {key!r} lacks its prefix: write {_SPELLINGS[flat]!r}")

@@ -38,7 +38,10 @@ def as_token_array(tokens: TokenIds) -> np.ndarray:
         raise TokenError(f"token ids wanted, got {type(tokens).__name__}: tokenise the text first")
     if isinstance(tokens, torch.Tensor):
         tokens = tokens.detach().cpu().numpy()
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except ValueError:  # lists of different lengths
+        raise TokenError("token ids must be a flat sequence of integers, got sequences in a sequence: give one at a time") from None
     if array.size == 0:
         return np.empty(0, dtype=np.uint32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -52,7 +55,7 @@ def check_salt(salt: str) -> str:
     """The salt, if it can be part of a key.
 
     Raises:
-        TokenError: it holds ``@``, ``/``, ``\\`` or NUL, or is longer than 128 characters.
+        TokenError: it holds ``@``, ``/``, ``\\``, NUL or half of a surrogate pair, or is longer than 128 characters.
     """
     if not isinstance(salt, str):
         raise TokenError(f"salt must be a string, got {type(salt).__name__}")
@@ -60,6 +63,10 @@ def check_salt(salt: str) -> str:
         return salt
     if len(salt) > MAX_SALT_CHARS or any(c in salt for c in _SALT_FORBIDDEN):
         raise TokenError(f"salt {salt[:40]!r} must be at most {MAX_SALT_CHARS} characters and hold none of @ / \\ NUL")
+    try:
+        salt.encode()
+    except UnicodeEncodeError:
+        raise TokenError(f"salt {salt[:40]!r} holds half of a surrogate pair, which is no character: decode what it comes from") from None
     return salt
 
 

@@ -55,6 +55,7 @@ class Connector:
         if self.format.planes != table.num_planes:
             raise ConfigError(f"{self.format.value} has {self.format.planes} planes, these pages have {table.num_planes}: another format")
         self.num_layers, self.num_planes, self.block_size = table.num_layers, table.num_planes, table.block_size  # block_size: 1 in a pool
+        self.num_blocks = table.num_blocks
         self.hidden, self.dtype = table.heads * table.head_size, table.dtype
         self.streams = Streams(table.device, device_module)
 

@@ -70,10 +70,14 @@ def run(settings: DemoSettings, console: Console) -> dict[str, Any]:
     Raises:
         DemoFailed: a stage died, coverage is not 100 %, something was skipped, or tokens were not loaded. Where all stages ran, the report
             is written all the same.
-        ConfigError: ``out/store`` is there and is not a store.
+        ConfigError: ``out`` cannot be written to, or ``out/store`` is there and is not a store.
         KeyboardInterrupt: the stage that ran has been ended and what this run made is taken away.
     """
-    _clear(settings)
+    try:
+        _clear(settings)
+        settings.write()
+    except OSError as error:
+        raise ConfigError(f"{settings.folder} cannot be written to ({error}): give another folder with --out") from None
     try:
         return _run(settings, console)
     except KeyboardInterrupt:

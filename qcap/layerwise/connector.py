@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+
+from qcap.errors import ShapeError
 
 
 class LayerConnector(Protocol):
@@ -17,6 +20,8 @@ class LayerConnector(Protocol):
     layerwise: bool
     num_layers: int
     num_planes: int
+    num_blocks: int
+    """B: block ids are 0 to B - 1."""
     block_size: int
     hidden: int
     """H, elements of a token's row in one plane."""
@@ -45,6 +50,29 @@ class LayerConnector(Protocol):
 
     def write(self, layer: int, staged: torch.Tensor, blocks: torch.Tensor) -> None:
         """Rows of one layer from such a buffer, ``[planes, T, H]`` contiguous, into its pages."""
+
+
+def check_blocks(connector: LayerConnector, blocks: Sequence[int]) -> None:
+    """That every one of ``blocks`` is a page. What is moved to or from any other id is nothing, and nobody would hear of it.
+
+    Raises:
+        ShapeError: an id that is no integer or not one of the connector's, -1 too.
+    """
+    try:
+        ids = np.asarray(blocks)
+    except ValueError:  # lists of different lengths
+        ids = np.empty((0, 0), dtype=object)
+    if ids.shape == (0,):
+        return
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ShapeError(f"block ids are a flat sequence of integers, got shape {ids.shape} of {ids.dtype}")
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= connector.num_blocks:
+        left_out = " (-1 leaves a block out in a connector's prepare() alone)" if low == -1 else ""
+        raise ShapeError(
+            f"block {low if low < 0 else high} does not exist{left_out}: these pages have blocks 0..{connector.num_blocks - 1}; give the "
+            "ids of the request's own block table"
+        )
 
 
 class HostPool(Protocol):

@@ -12,6 +12,7 @@ import torch
 from qcap.errors import ConfigError, ShapeError, TokenError
 from qcap.geometry import Geometry
 from qcap.kinds import CacheKind
+from qcap.layerwise.connector import check_blocks
 from qcap.layerwise.fetch import ChunkFailed, LayerMissing
 from qcap.layerwise.layers import LayerStore
 from qcap.layerwise.load import LayerwiseLoad, LoadBatch, LoadGear, Span
@@ -38,7 +39,10 @@ def masked_tokens(mask: Mask | None, total: int, chunk_size: int) -> int:
     """
     if mask is None:
         return 0
-    values = np.asarray(mask.cpu() if isinstance(mask, torch.Tensor) else mask)
+    try:
+        values = np.asarray(mask.cpu() if isinstance(mask, torch.Tensor) else mask)
+    except ValueError:
+        raise TokenError(f"a mask is {total} bools, one a token, got sequences in a sequence") from None
     if values.shape != (total,) or values.dtype != np.bool_:
         raise TokenError(f"a mask is {total} bools, one a token, got shape {values.shape} of {values.dtype}")
     skipped = int(total - values.sum())
@@ -95,7 +99,8 @@ class LayerwiseEngine:
 
         Args:
             tokens: ``[T]``.
-            blocks: the sequence's block ids from its first token on.
+            blocks: the sequence's block ids from its first token on. Those of whole chunks behind the mask must exist, and a load fills
+                each once.
             mask: ``[T]``; leading Falses are whole chunks that the engine has already.
             salt, tags: of the keys.
             last: of the batch; see :class:`LayerwiseLoad`.
@@ -108,6 +113,12 @@ class LayerwiseEngine:
             TokenError, ShapeError: tokens, mask or blocks cannot be used. Raised here, not by the generator.
         """
         records, skipped = self._records(tokens, blocks, mask, salt, tags)
+        used = [int(block) for block in self._used(blocks, skipped, len(records))]
+        if len(set(used)) < len(used):
+            twice = next(block for place, block in enumerate(used) if block in used[:place])
+            raise ShapeError(
+                f"block {twice} is given twice: it cannot hold the rows of two places; give the ids of the request's block table"
+            )
         return self._retrieve(len(as_token_array(tokens)), records, skipped, blocks, last, batch)
 
     def _retrieve(
@@ -232,7 +243,14 @@ class LayerwiseEngine:
                 f"{len(chunks) * size} tokens in whole chunks need more than {len(blocks)} blocks of {self.geometry.block_size}"
             )
         ids, pairs = array.tolist(), tuple(sorted(tags))
-        return [self._record(chunk, ids, salt, pairs) for chunk in chunks if chunk.start >= skipped], skipped
+        records = [self._record(chunk, ids, salt, pairs) for chunk in chunks if chunk.start >= skipped]
+        check_blocks(self.gear.connector, self._used(blocks, skipped, len(records)))
+        return records, skipped
+
+    def _used(self, blocks: Sequence[int], skipped: int, chunks: int) -> Sequence[int]:
+        """The ids of what is moved: of ``chunks`` chunks behind ``skipped`` tokens."""
+        n = self.geometry.block_size
+        return blocks[skipped // n : (skipped + chunks * self.geometry.chunk_size) // n]
 
     def _record(self, chunk: TokenChunk, ids: list[int], salt: str, tags: tuple[tuple[str, str], ...]) -> ChunkRecord:
         return ChunkRecord(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from qcap.errors import ConfigError, QcapError, ShapeError, StepOrderError
-from qcap.layerwise.connector import HostPool, LayerConnector
+from qcap.layerwise.connector import HostPool, LayerConnector, check_blocks
 from qcap.layerwise.fetch import ChunkFailed, LayerFetch
 from qcap.layerwise.streams import Streams
 
@@ -119,7 +119,7 @@ class LayerwiseLoad:
         keep_prefix: a chunk that fails ends the load before it instead of ending it whole.
 
     Raises:
-        ShapeError: blocks and span do not fit.
+        ShapeError: blocks and span do not fit, or there is no such block.
     """
 
     def __init__(
@@ -139,6 +139,7 @@ class LayerwiseLoad:
                 f"positions {span.start}..{span.end} in chunks of {span.chunk_size} are {(span.end - span.start) / n:g} blocks of {n}, "
                 f"got {len(blocks)}"
             )
+        check_blocks(gear.connector, blocks)  # the mask would call rows loaded that went nowhere
         self.gear, self.span = gear, span
         self.failure: Exception | None = None
         self._fetch, self._batch, self._last, self._keep_prefix = fetch, batch or LoadBatch(), last, keep_prefix

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from qcap.errors import ConfigError, ShapeError, StepOrderError
-from qcap.layerwise.connector import HostPool, LayerConnector
+from qcap.layerwise.connector import HostPool, LayerConnector, check_blocks
 from qcap.layerwise.streams import Streams
 
 logger = logging.getLogger("qcap.layerwise")
@@ -50,7 +50,7 @@ class LayerwiseStore:
         chunk_size: CH.
 
     Raises:
-        ShapeError: blocks and chunk size do not fit.
+        ShapeError: blocks and chunk size do not fit, or there is no such block.
     """
 
     def __init__(
@@ -66,6 +66,8 @@ class LayerwiseStore:
             raise ConfigError(f"{type(connector).__name__} does not move single layers: it has no layerwise=True")
         if any(len(ids) * connector.block_size != chunk_size for ids in blocks):
             raise ShapeError(f"a chunk of {chunk_size} tokens is {chunk_size / connector.block_size:g} blocks, got {[*map(len, blocks)]}")
+        for ids in blocks:
+            check_blocks(connector, ids)  # a chunk would be published whose rows came from nowhere
         self.failure: Exception | None = None
         self.chunks = 0
         """Chunks that got memory: those that are stored."""

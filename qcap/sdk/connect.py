@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from qcap.backends import open_backend
+from qcap.config import parse_seconds
 from qcap.errors import ConfigError, ModelNotFound
 from qcap.geometry import Geometry, dtype_name, parse_dtype
 from qcap.kinds import CacheKind
@@ -39,8 +40,7 @@ def connect(
         A :class:`CacheContext`. Close it, or use it as a context manager.
 
     Raises:
-        ConfigError: an unknown kind or dtype (also a ValueError).
-        ValueError: a timeout that is not positive.
+        ConfigError: an unknown kind or dtype, or a timeout that is not a positive number of seconds (also a ValueError).
         ModelNotFound: nothing there, nothing of this model or kind, or more than one capture fits; the message lists what there is.
         StoreUnavailable: the URL cannot be opened.
 
@@ -49,8 +49,7 @@ def connect(
     """
     wanted_kind = _kind(kind)
     wanted_dtype = None if dtype is None else dtype_name(parse_dtype(dtype))
-    if timeout_s <= 0:
-        raise ValueError(f"timeout_s must be positive, got {timeout_s}")
+    timeout_s = parse_seconds("timeout_s", timeout_s)
     backend = open_backend(url, on_pressure="wait")
     try:
         geometry = _pick(backend, url, model, wanted_kind, wanted_dtype, chunk_size, tp_size)

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
 
-from qcap.errors import EditConflict, GeometryMismatch, ObjectCorrupt, ShapeError, StoreError, StoreUnavailable, TokenError
+from qcap.errors import ConfigError, EditConflict, GeometryMismatch, ObjectCorrupt, ShapeError, StoreError, StoreUnavailable, TokenError
 from qcap.geometry import Geometry, dtype_name
 from qcap.kinds import CacheKind
 from qcap.sdk.coverage import Coverage, Sequences
 from qcap.sdk.ranks import columns, owners, whole_model
+from qcap.store.extents import extent_of, same_edit, with_extent
 from qcap.store.tiers import Backend, LoadedChunk, StoreOutcome
 from qcap.tokens import ChunkedTokenDatabase, ChunkKey, ChunkRecord, TokenChunk, TokenIds, as_token_array, check_salt, chunk_key
 
@@ -26,6 +30,9 @@ if TYPE_CHECKING:
     from qcap.sdk.edits import Edit
 
 _log = logging.getLogger("qcap.sdk")
+_PACKAGE = str(Path(__file__).parents[1])
+MAX_POSITION = 2**32
+"""What an object's header can say: see docs/format.md."""
 _LOAD_THREADS = 4
 """Chunks read at once: enough to hide an object store's latency, few enough to bound what is held beside the result."""
 
@@ -187,6 +194,9 @@ class CacheContext:
             True if every whole chunk is in the store (also when it already was, byte for byte). False if there is less than one whole
             chunk: nothing was written, the store was not asked.
 
+        Warns:
+            UserWarning: rows fill no chunk and are not stored: after the last whole chunk, or all of them.
+
         Raises:
             ShapeError: not a tensor, or it does not fit the model or the tokens.
             TokenError: no or unusable tokens, salt or positions.
@@ -208,20 +218,33 @@ class CacheContext:
         where = self._check_positions(positions, len(array))
         text = _edit_text(edit)
         chunks = self._database.chunks(array)
+        self._warn_of_rest(len(array))
         if not chunks:
-            _log.info("store: %d tokens are less than one chunk of %d; nothing is stored", len(array), self.chunk_size)
             return False
-        if len(array) > chunks[-1].end:
-            _log.info("store: the last %d of %d rows fill no chunk and are not stored", len(array) - chunks[-1].end, len(array))
         if overwrite:
             _log.warning(
                 "store: overwrite=True under salt %r: requests that are being served go on with the old rows, and an engine of vLLM 0.20 "
                 "does so until llm.reset_prefix_cache(); a fresh salt has neither trouble",
                 salt,
             )
-        writer = _Writer(self, backend, array, where, salt, text, overwrite)
+        writer = _Writer(self, backend, array, where, salt, with_extent(text, chunks), overwrite)
         writer.write(tensor, chunks)
         return True
+
+    def _warn_of_rest(self, tokens: int) -> None:
+        """Rows that fill no chunk are lost: say so where ``store`` was called."""
+        size, rest = self.chunk_size, tokens % self.chunk_size
+        if not rest:
+            return
+        what, keep = f"the last {rest} of {tokens} edited rows fill no chunk of {size}", f"{tokens - rest} or {tokens - rest + size}"
+        if tokens == rest:
+            what, keep = f"{tokens} edited rows are less than one chunk of {size}", f"{size} (or a multiple of it)"
+        warnings.warn(
+            f"store: {what} and are not stored: an engine computes them anew from their token ids, not as edited. Keep {keep} tokens, or "
+            "capture with a smaller chunk_size; rows that may be computed anew need not be stored: give their ids behind the edit's",
+            UserWarning,
+            stacklevel=_outside(),
+        )
 
     def _store_edit(self, edit: Edit, *others: Any) -> bool:
         """Hand an Edit's parts to :meth:`store`."""
@@ -270,6 +293,7 @@ class CacheContext:
             pending = [pool.submit(self._load_into, backend, out, chunk, array, salt) for chunk in chunks]
             try:
                 before: str | None = None
+                told = extent_of("")
                 for number, future in enumerate(pending):
                     edit = future.result()
                     if edit is None:
@@ -278,6 +302,13 @@ class CacheContext:
                         raise ObjectCorrupt(
                             f"chunk {number} of {self.stored_model!r} under salt {salt!r} is of an edit the chunk before it is not of: "
                             "two caches are mixed. Store the edit again under another salt"
+                        )
+                    if edit:
+                        told = extent_of(edit)
+                    elif before and number < (told.covered(chunks) or 0):
+                        raise ObjectCorrupt(
+                            f"chunk {number} of {self.stored_model!r} under salt {salt!r} is not its edit's: that was lost, and an engine "
+                            "computed this one in its place. Store the edit again, with overwrite=True or under another salt"
                         )
                     before = edit
                 return len(chunks)
@@ -369,9 +400,15 @@ class CacheContext:
         return check_salt(salt)
 
     def _check_positions(self, positions: Sequence[int] | torch.Tensor | np.ndarray | None, tokens: int) -> np.ndarray:
-        where = np.arange(tokens) if positions is None else np.asarray(positions)
+        given = positions.detach().cpu() if isinstance(positions, torch.Tensor) else positions
+        try:
+            where = np.arange(tokens) if given is None else np.asarray(given)
+        except ValueError:  # lists of different lengths
+            raise TokenError(f"positions must be {tokens} integers >= 0, one a row; got sequences in a sequence") from None
         if where.shape != (tokens,) or where.dtype.kind not in "iu" or (tokens and int(where.min()) < 0):
             raise TokenError(f"positions must be {tokens} integers >= 0, one a row; got shape {where.shape} of {where.dtype}")
+        if tokens and int(where.max()) >= MAX_POSITION:
+            raise TokenError(f"position {int(where.max())} is beyond any sequence: positions must lie in [0, 2**32), one a row")
         return where
 
 
@@ -384,13 +421,17 @@ class _Writer:
         self.context, self.backend, self.array, self.positions = context, backend, array, positions
         self.salt, self.edit, self.overwrite = salt, edit, overwrite
         self._relabel: set[tuple[int, int]] = set()
+        self._texts: dict[tuple[int, int], str] = {}
 
     def write(self, tensor: torch.Tensor, chunks: Sequence[TokenChunk]) -> None:
         """Store all chunks, or raise."""
         tensor = tensor.detach()
         # Last chunk first: they become visible in this order, so an edit that is cut off half-way has no prefix that could be loaded.
         todo = [(chunk, rank) for chunk in reversed(chunks) for rank in reversed(range(self.context._rank_geometry.tp_size))]
-        if not self.overwrite:
+        if self.overwrite:
+            self._texts[0, 0] = self._text_of(tensor, chunks[0])
+            self._adopt()
+        else:
             todo = self._missing(tensor, todo)
         deadline = time.monotonic() + self.context.timeout_s
         pending: list[tuple[TokenChunk, int, Future[StoreOutcome]]] = []
@@ -409,14 +450,27 @@ class _Writer:
     def _missing(self, tensor: torch.Tensor, todo: list[tuple[TokenChunk, int]]) -> list[tuple[TokenChunk, int]]:
         """What is not there yet; raises before anything is written if something else is."""
         there = self.backend.contains([self.context._key(chunk, self.salt, rank) for chunk, rank in todo])
-        missing = []
         for (chunk, rank), is_there in zip(todo, there, strict=True):
-            if not (is_there and self._is_same(tensor, chunk, rank)):
-                missing.append((chunk, rank))
-        return missing
+            if is_there:
+                self._is_same(tensor, chunk, rank)
+        self._adopt()
+        self._relabel = {at for at, text in self._texts.items() if text != self.edit}  # the same rows, told otherwise
+        return [(chunk, rank) for chunk, rank in todo if self._texts.get((chunk.index, rank)) != self.edit]
+
+    def _adopt(self) -> None:
+        """An edit's chunks must all tell the same. If some of these rows are there as this edit's, but with another list of its chunks (of
+        another sequence that begins alike, or of an older qcap), theirs is kept: chunks that are not written now tell it too."""
+        self.edit = next((text for _, text in sorted(self._texts.items()) if same_edit(text, self.edit)), self.edit)
+
+    def _text_of(self, tensor: torch.Tensor, chunk: TokenChunk) -> str:
+        """What rank 0's stored object says of its edit; "" if it has other rows, or is not there."""
+        try:
+            return self._texts.get((chunk.index, 0), "") if self._is_same(tensor, chunk, 0) else ""
+        except (StoreError, GeometryMismatch):
+            return ""
 
     def _is_same(self, tensor: torch.Tensor, chunk: TokenChunk, rank: int) -> bool:
-        """Whether the stored object is byte for byte this one; False if it has vanished.
+        """Whether the stored object holds byte for byte these rows (``_texts`` then has what it says of its edit); False if it vanished.
 
         Raises:
             EditConflict: it is another.
@@ -430,17 +484,15 @@ class _Writer:
         rows = self._rows(tensor, chunk, rank)
         same = torch.equal(loaded.tensor.contiguous().view(torch.uint8), rows.view(torch.uint8))
         if same and loaded.record.positions == self._record(chunk, rank).positions:
-            if loaded.record.edit != self.edit:
-                self._relabel.add((chunk.index, rank))  # the same rows, told otherwise: an edit's chunks must all tell the same
-                return False
+            self._texts[chunk.index, rank] = loaded.record.edit
             return True
         what = "other rows" if not same else "the same rows at other positions"
         if not loaded.record.edit:
             raise EditConflict(
                 f"{what} are already stored under salt {self.salt!r} for chunk {chunk.index} (tokens {chunk.start}..{chunk.end - 1}) of "
-                f"{self.context.stored_model!r}, and they are no edit: an engine served a request with this salt before the edit was "
-                "there, computed these rows and stored them. Store the edit under a fresh salt; overwrite=True replaces them, but an "
-                "engine that runs still holds them in its own prefix cache until llm.reset_prefix_cache()"
+                f"{self.context.stored_model!r}, and they are no edit: an engine computed them for a request with this salt, while this "
+                "chunk of the edit was not in the store (not yet, or not any more). Store the edit under a fresh salt; overwrite=True "
+                "replaces them, but an engine that runs may still hold them in its own prefix cache until llm.reset_prefix_cache()"
             )
         raise EditConflict(
             f"{what} are already stored under salt {self.salt!r} for chunk {chunk.index} (tokens {chunk.start}..{chunk.end - 1}) of "
@@ -482,7 +534,7 @@ class _Writer:
         if outcome is StoreOutcome.STORED:
             return
         if outcome is StoreOutcome.EXISTS:  # someone else wrote it between our look and our write
-            if self._is_same(tensor, chunk, rank) or (chunk.index, rank) in self._relabel:
+            if self._is_same(tensor, chunk, rank):
                 return
             raise StoreError(f"{what} appeared and vanished while it was stored ({progress}): store again")
         left = "; under this salt old and new chunks are mixed now" if self.overwrite else ""
@@ -509,8 +561,19 @@ def _check_is_tensor(tensor: object, tokens: object) -> None:
         raise ShapeError(f"torch.Tensor [planes, L, T, H] wanted, got a tensor of shape {tuple(tensor.shape)}; {swapped}")
 
 
+def _outside() -> int:
+    """The ``stacklevel`` at which our caller warns of a line of the user's, not of qcap's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 def _edit_text(edit: str | Mapping[str, Any] | None) -> str:
     """The header's JSON text; never "", which means that an engine computed the rows."""
     if isinstance(edit, str) and edit:
         return edit
-    return json.dumps(dict(edit) if isinstance(edit, Mapping) and edit else {"name": "unnamed"}, sort_keys=True)
+    try:
+        return json.dumps(dict(edit) if isinstance(edit, Mapping) and edit else {"name": "unnamed"}, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"edit must be something JSON can say, numbers, text, lists and mappings: {error}") from None

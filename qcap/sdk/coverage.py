@@ -18,6 +18,14 @@ _TEXT_TOKENS = 24
 """Tokens of a sequence that are decoded for a table."""
 
 
+def printable(text: str, keep: str = "") -> str:
+    """``text`` with everything that steers a terminal written as its escape (``\\x1b``), but for the characters in ``keep``.
+
+    Salts, request ids and texts come from whoever sent a request.
+    """
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Coverage:
     """Which chunks of some tokens are stored.
@@ -75,6 +83,8 @@ class Coverage:
         return tuple(i for i, there in enumerate(self.stored) if not there)
 
     def _summary(self) -> str:
+        if not self.whole_chunks:
+            return f"no whole chunk of {self.chunk_size} in {self.computed_tokens} tokens, so nothing of them can be stored"
         parts = [
             f"{self.stored_tokens} of {self.whole_tokens} whole-chunk tokens stored ({self.fraction:.0%})",
             f"{self.prefix_tokens} usable as a prefix",
@@ -92,7 +102,7 @@ class Coverage:
 
     def __rich__(self) -> Table:
         rows = [("tokens", str(self.total_tokens)), ("chunk", str(self.chunk_size)), *_pairs(self._summary())]
-        return _table(f"{self.model} · {self.kind.value}" + (f" · {self.salt}" if self.salt else ""), ("", ""), rows)
+        return _table(printable(f"{self.model} · {self.kind.value}" + (f" · {self.salt}" if self.salt else "")), ("", ""), rows)
 
     def _repr_html_(self) -> str:
         cells = "".join(
@@ -153,7 +163,7 @@ class Sequences(Sequence[SequenceRecord]):
             if self._tokenizer:
                 text = str(self._tokenizer.decode(list(record.token_ids[:_TEXT_TOKENS])))
                 cells.append(text + (" …" if len(record.token_ids) > _TEXT_TOKENS else ""))
-            rows.append(tuple(cells))
+            rows.append(tuple(map(printable, cells)))
         return rows
 
     def __rich__(self) -> Table:

@@ -116,7 +116,7 @@ def coverage_bar(*coverages: Coverage) -> Figure:
             axis.broken_barh(spans, (row - 0.35, 0.7), facecolors=colour, edgecolors="white", linewidth=0.6)
         tail = (coverage.whole_tokens, coverage.tail_tokens)
         axis.broken_barh([tail], (row - 0.35, 0.7), facecolors=_DROPPED, hatch="////", edgecolors="white")
-    labels = [f"{c.kind.value}{' · ' + c.salt if c.salt else ''}\n{c.fraction:.0%}" for c in coverages]
+    labels = [f"{c.kind.value}{' · ' + c.salt if c.salt else ''}\n{_share(c)}" for c in coverages]
     axis.set_yticks(range(len(coverages)), labels, fontsize=9)
     axis.set_ylim(len(coverages) - 0.5, -0.5)
     axis.set_xlim(0, max(1, *(c.total_tokens for c in coverages)))
@@ -253,6 +253,10 @@ def _matplotlib() -> _Matplotlib:
         return _Matplotlib()
     except ImportError as error:
         raise Unsupported(f"plots need matplotlib: pip install 'qcap[notebook]' ({error})") from None
+
+
+def _share(coverage: Coverage) -> str:
+    return f"{coverage.fraction:.0%}" if coverage.whole_chunks else "no whole chunk"
 
 
 __all__: Sequence[str] = ["attention_mass", "coverage_bar", "kept_tokens"]

@@ -342,7 +342,10 @@ class StoreEngine:
             raise
         except Exception as error:  # OSError, and obstore's own tree that has no common base with it
             reason = str(error).split("\n", 1)[0]
-            raise StoreUnavailable(f"{self._tier.url} cannot be reached: {type(error).__name__}: {reason}") from error
+            raise StoreUnavailable(
+                f"{self._tier.url} cannot be reached: {type(error).__name__}: {reason}. `qcap doctor --store {self._tier.url}` tries to "
+                "write and to read there"
+            ) from error
 
 
 class _Layers:

@@ -153,7 +153,21 @@ class ObjectTier:
 
     def header(self, key: ChunkKey) -> chunkfile.ChunkHeader | None:
         """The header of one chunk, checked; None if there is no such object. Raises ``ObjectCorrupt``."""
-        path, head = object_path(key), HEAD_BYTES
+        return self._header(object_path(key))
+
+    def salted_header(self, path: str) -> chunkfile.ChunkHeader | None:
+        """As :meth:`header`, by path; None too if the object has no salt, which is seen without making sense of all of its header."""
+        with self._open(path, HEAD_BYTES) as reader:
+            if reader is None:
+                return None
+            head = bytearray(min(HEAD_BYTES, reader.nbytes))
+            reader.readinto([memoryview(head)])
+        end = chunkfile.LENGTH_BYTES + int.from_bytes(head[: chunkfile.LENGTH_BYTES], "little")
+        # Texts within the header have their quotes escaped, so this is the field itself.
+        return None if head.find(b'"salt":""', 0, end) >= 0 else self._header(path)
+
+    def _header(self, path: str) -> chunkfile.ChunkHeader | None:
+        head = HEAD_BYTES
         while True:
             with self._open(path, head) as reader:
                 if reader is None:

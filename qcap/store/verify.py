@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from qcap.errors import ObjectCorrupt
 from qcap.store.buckets import LocalBucket
+from qcap.store.extents import MARK_CHARS, extent_of
 from qcap.store.objects import ObjectTier, is_object_path
+from qcap.store.tiers import LoadedChunk
 from qcap.store.urls import open_tier
 
 STALE_STAGING_S = 3600.0
@@ -21,6 +25,22 @@ class BadFile:
     reason: str
 
 
+@dataclass(frozen=True)
+class BrokenEdit:
+    """An edit of which not every chunk is there, or in whose place an engine's lie.
+
+    Args:
+        salt: the edit's.
+        model, kind: whose cache it is of.
+        reason: which chunks, and what to do next.
+    """
+
+    salt: str
+    model: str
+    kind: str
+    reason: str
+
+
 @dataclass
 class VerifyReport:
     """What a store holds.
@@ -30,6 +50,7 @@ class VerifyReport:
         nbytes: bytes of them.
         manifests, sequences: files of each sort, good and bad.
         bad: files that do not verify, of any sort.
+        broken_edits: edits that are not whole; a bad object counts as not there. One that is being stored right now looks like this too.
         stale_staging: files under ``staging/`` that nobody has written to for an hour: left by killed processes, safe to remove.
     """
 
@@ -38,12 +59,13 @@ class VerifyReport:
     manifests: int = 0
     sequences: int = 0
     bad: list[BadFile] = field(default_factory=list)
+    broken_edits: list[BrokenEdit] = field(default_factory=list)
     stale_staging: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        """Nothing is bad. Stale staging files are not: nobody sees them."""
-        return not self.bad
+        """Nothing is bad, and every edit whole. Stale staging files are not bad: nobody sees them."""
+        return not (self.bad or self.broken_edits)
 
     @property
     def empty(self) -> bool:
@@ -107,16 +129,18 @@ def verify_store(url: str, progress: Callable[[int, int], None] | None = None) -
 def verify_tier(tier: ObjectTier, progress: Callable[[int, int], None] | None = None) -> VerifyReport:
     """As :func:`verify_store`, of an open tier."""
     report = VerifyReport()
+    salted: dict[_Cache, dict[str, _Salted]] = defaultdict(dict)
     entries = sorted(tier.list_objects(), key=lambda e: e.path)
     for done, entry in enumerate(entries, 1):
         report.objects += 1
         report.nbytes += entry.nbytes
         if is_object_path(entry.path):
-            _check(report, entry.path, tier.load_path)
+            _check(report, entry.path, lambda path: _note(salted, tier.load_path(path)))
         else:
             report.bad.append(BadFile(entry.path, "not the name of an object"))
         if progress is not None:
             progress(done, len(entries))
+    report.broken_edits = sorted(_broken_edits(salted), key=lambda e: (e.model, e.kind, e.salt, e.reason))
     manifests, sequences = tier.list_manifests(), tier.list_sequences()
     report.manifests, report.sequences = len(manifests), len(sequences)
     for path in manifests:
@@ -135,3 +159,101 @@ def _check(report: VerifyReport, path: str, read: Callable[[str], object]) -> No
         report.bad.append(BadFile(path, str(error).removeprefix(f"{path}: ")))
     except OSError as error:
         report.bad.append(BadFile(path, f"cannot be read: {error}"))
+
+
+# -- edits that are not whole -----------------------------------------------------------------------------------------
+
+
+class _Cache(NamedTuple):
+    """One rank's cache under one salt."""
+
+    model: str
+    kind: str
+    dtype: str
+    chunk_size: int
+    tp_size: int
+    rank: int
+    salt: str
+    tags: tuple[tuple[str, str], ...]
+
+
+class _Salted(NamedTuple):
+    """What is kept of a chunk: its number, its parent's digest, the text of its edit."""
+
+    number: int
+    parent: str
+    edit: str
+
+
+def _note(salted: dict[_Cache, dict[str, _Salted]], loaded: LoadedChunk | None) -> None:
+    if loaded is None or not loaded.record.salt:
+        return
+    r = loaded.record
+    g = r.geometry
+    cache = _Cache(g.model, r.kind.value, g.dtype, g.chunk_size, g.tp_size, g.tp_rank, r.salt, r.tags)
+    salted[cache][r.digest] = _Salted(r.start // g.chunk_size, r.parent, r.edit)
+
+
+def _broken_edits(salted: dict[_Cache, dict[str, _Salted]]) -> Iterator[BrokenEdit]:
+    edited = {cache for cache, chunks in salted.items() if any(chunk.edit for chunk in chunks.values())}
+    for cache in sorted({c._replace(rank=0) for c in edited}):
+        ranks = [salted.get(cache._replace(rank=rank), {}) for rank in range(cache.tp_size)]
+        texts = {chunk.edit for chunks in ranks for chunk in chunks.values() if chunk.edit}
+        for text in sorted(texts):
+            lost: set[int] = set()
+            filled: set[int] = set()
+            for chunks in ranks:
+                one_lost, one_filled = _holes(chunks, text, cache.chunk_size)
+                lost, filled = lost | one_lost, filled | one_filled
+            reason = _reason(lost, filled, extent_of(text).count(cache.chunk_size), cache.chunk_size)
+            if reason:
+                yield BrokenEdit(cache.salt, cache.model, cache.kind, reason)
+
+
+def _holes(chunks: dict[str, _Salted], text: str, chunk_size: int) -> tuple[set[int], set[int]]:
+    """Numbers of the chunks of the edit of ``text`` that are not there, and of those that an engine computed in its place."""
+    extent = extent_of(text)
+    own = [chunk for chunk in chunks.values() if chunk.edit == text]
+    lost: set[int] = set()
+    filled: set[int] = set()
+    if extent.marks:
+        listed = {(chunk.number, digest[:MARK_CHARS]): chunk for digest, chunk in chunks.items()}
+        for place in enumerate(extent.marks):
+            if (found := listed.get(place)) is None or not found.edit:
+                (lost if found is None else filled).add(place[0])
+    else:
+        lost = set(range(extent.count(chunk_size) or 0)) - {chunk.number for chunk in own}
+    for chunk in own:  # the text may be that of another sequence that begins alike, or list nothing: each follows a chunk of the edit
+        before = chunks.get(chunk.parent)
+        if chunk.number and (before is None or not before.edit):
+            (lost if before is None else filled).add(chunk.number - 1)
+    if not extent.marks:
+        filled |= {c.number for c in chunks.values() if not c.edit and c.number in lost and _behind(chunks, c.parent, text)}
+    return lost - filled, filled
+
+
+def _behind(chunks: dict[str, _Salted], digest: str, text: str) -> bool:
+    """Whether the chunk of ``digest``, or one before it, is of the edit of ``text``."""
+    while (chunk := chunks.get(digest)) is not None:
+        if chunk.edit == text:
+            return True
+        digest = chunk.parent
+    return False
+
+
+def _reason(lost: set[int], filled: set[int], count: int | None, chunk_size: int) -> str:
+    def named(numbers: set[int]) -> str:
+        first = ", ".join(f"{at} (tokens {at * chunk_size}..{(at + 1) * chunk_size - 1})" for at in sorted(numbers)[:4])
+        more = f" and {len(numbers) - 4} more" if len(numbers) > 4 else ""
+        return f"chunk{'s' if len(numbers) > 1 else ''} {first}{more}"
+
+    of = f" of {count}" if count else ""
+    if filled:
+        also = f"; {named(lost)} not there" if lost else ""
+        return (
+            f"{named(filled)}{of}: computed by an engine in the edit's place{also}. Store the edit again under a fresh salt, or with "
+            "edit.store(ctx, overwrite=True)"
+        )
+    if lost:
+        return f"{named(lost)}{of}: not there. Store the edit again: edit.store(ctx) writes what is missing"
+    return ""

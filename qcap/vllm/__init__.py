@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import inspect
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -11,10 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from qcap.backends import open_backend
-from qcap.config import CaptureConfig
+from qcap.config import ARGUMENTS, CaptureConfig, parse_seconds
 from qcap.errors import CaptureEmpty, ConfigError, StoreUnavailable, TokenError
 from qcap.kinds import CacheKind
+from qcap.reasons import explain
 from qcap.store.tiers import Backend, SequenceRecord
+from qcap.store.urls import check_url, check_writable
 from qcap.tokens import ChunkedTokenDatabase, as_token_array, check_salt, chunk_key
 
 __all__ = ["CaptureReceipt", "prompt", "receipt", "recompute_prefix", "transfer_config"]
@@ -46,18 +47,13 @@ def transfer_config(
         ``vllm.config.KVTransferConfig``.
 
     Raises:
-        ConfigError: a setting is unknown (the nearest name is given) or has no legal value.
+        ConfigError: a setting is unknown (the nearest name is given) or has no legal value; a URL of an unknown scheme; nothing to do.
+        StoreUnavailable: a folder that cannot be written to.
     """
-    from vllm.config import KVTransferConfig
-
-    names = [*inspect.signature(transfer_config).parameters][:-1]
-    options = {"q_ring_bytes": "qcap.q.ring_bytes", "q_ring_blocks": "qcap.q.ring_blocks", "q_ring_depth": "qcap.q.ring_depth",
-               "host_bytes": "qcap.host_bytes", "load_ahead_bytes": "qcap.load_ahead_bytes", "debug": "qcap.debug",
-               "model_name": "qcap.model_name", "layerwise": "qcap.layerwise", "q_recorded_layers": "qcap.q.recorded_layers"}  # fmt: skip
     for name in more:
-        if name not in options:
-            near = difflib.get_close_matches(name, [*names, *options], n=1, cutoff=0.0)[0]
-            raise ConfigError(f"unknown argument {name!r}: did you mean {near!r}? Known: {', '.join([*names, *options])}")
+        if name not in ARGUMENTS:
+            near = difflib.get_close_matches(name, ARGUMENTS, n=1, cutoff=0.0)[0]
+            raise ConfigError(f"unknown argument {name!r}: did you mean {near!r}? Known: {', '.join(ARGUMENTS)}")
     extra: dict[str, Any] = {
         "qcap.store": store_url,
         "qcap.transfer_intermediate_tensors": query,
@@ -66,8 +62,13 @@ def transfer_config(
         "qcap.on_pressure": on_pressure,
         "qcap.load": load,
     }
-    extra.update((options[name], value) for name, value in more.items())
-    CaptureConfig.from_extra(extra)  # a wrong setting is told here, not in a child process
+    extra.update((ARGUMENTS[name], value) for name, value in more.items())
+    config = CaptureConfig.from_extra(extra)  # a wrong setting is told here, not in a child process that has loaded the model
+    check_url(config.store)
+    if config.kv or config.query:
+        check_writable(config.store)
+    from vllm.config import KVTransferConfig
+
     return KVTransferConfig(
         kv_connector="QcapConnector",
         kv_role="kv_both",
@@ -138,7 +139,7 @@ class CaptureReceipt:
         sequences: one record a request (a sample, where ``n`` > 1), in the order asked for.
         stored: kind -> chunks in the store.
         whole: chunks that the computed tokens fill, of one kind.
-        skipped: ``kind:reason`` -> chunks that are not in the store.
+        skipped: ``kind:reason`` -> chunks that are not in the store; :data:`qcap.reasons.REASONS` says what each reason means.
     """
 
     sequences: tuple[SequenceRecord, ...]
@@ -163,7 +164,9 @@ def receipt(outputs: Sequence[Any], *, store: str | None = None, timeout_s: floa
     Raises:
         CaptureEmpty: the engine ran without qcap, or not one chunk was stored although there were whole ones.
         StoreUnavailable: a receipt did not appear within ``timeout_s``.
+        ConfigError: a timeout that is not a positive number of seconds, or the store's URL is not known.
     """
+    parse_seconds("timeout_s", timeout_s)
     wanted: dict[str, set[tuple[str, str]]] = {}
     order: list[tuple[str, str]] = []
     ranks: dict[tuple[str, str], int] = {}
@@ -218,5 +221,5 @@ def receipt(outputs: Sequence[Any], *, store: str | None = None, timeout_s: floa
                 skipped[f"{kind}:{reason}"] += count
     whole = sum(r.computed_tokens // r.chunk_size for r in records)
     if whole and not any(stored.values()):
-        raise CaptureEmpty(f"not one of {whole} whole chunks was stored: {dict(skipped)}; look into the engine's log")
+        raise CaptureEmpty(f"not one of {whole} whole chunks was stored: {explain(skipped)}. The engine's log may say more")
     return CaptureReceipt(records, dict(stored), whole, dict(skipped))

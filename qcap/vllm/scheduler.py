@@ -6,7 +6,7 @@ import itertools
 import logging
 import time
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -14,6 +14,7 @@ from qcap.attribution import FinishedRequest, LoadRequest, RequestStep, Step, To
 from qcap.config import CaptureConfig
 from qcap.errors import QcapError, TokenError
 from qcap.kinds import CacheKind
+from qcap.store.extents import extent_of
 from qcap.store.metrics import RateLimitedLog
 from qcap.store.tiers import Backend
 from qcap.tokens import ChunkedTokenDatabase, ChunkKey, TokenChunk, check_salt
@@ -28,6 +29,8 @@ RETRY_LOAD_S = 60.0
 MAX_BAD = 1 << 16
 MATCH_CHUNKS = 32
 """So many chunks are looked for before a worker is told of those that are there: it can begin with them."""
+PROBES_CHEAP, PROBES = 256, 4
+"""Where a salt's first chunk is missing, so many chunks are asked for one by one, and then every 2nd, 4th, ...: a round trip each."""
 
 
 class EarlyLoads(Protocol):
@@ -65,6 +68,11 @@ class _Followed:
     local: int = 0  # tokens in vLLM's own prefix cache at the last look
     load: tuple[int, int] | None = None
     is_edit: bool | None = None  # its salt is an edit's; None: not asked yet
+    edit: str = ""  # the text of its first stored chunk, "" if it could not be read
+    edit_from: int = 0  # that chunk's number
+    whole: int = 0  # tokens of the edit, if at the last look they were all there to be loaded
+    loaded_in: int = -1  # the step of its last load, if that was of the whole edit
+    loaded_at: int = 0  # its tokens then
     bar: str = ""  # why what it computes may not be stored, though it may load
     loading: tuple[str, ...] = ()  # digests of the chunks of its last load
     computed: int = 0  # the furthest position ever scheduled: vLLM's own count is 0 while a request is preempted
@@ -112,7 +120,7 @@ class SchedulerSide:
         self._finished: list[FinishedRequest] = []
         self._last_tokens: list[TokenUpdate] = []
         self._load_failed: set[str] = set()
-        self._failed_salts: set[str] = set()
+        self._failed_salts: dict[str, int] = {}  # salt -> the last step that a load of its edit may have failed in
         self._block_pool: Any = None
         self._discards_counted = False  # by this engine, as async_tokens_to_discard of a request
         self._bad: dict[tuple[str, str], float] = {}  # (salt, digest) -> when a load of it failed
@@ -141,21 +149,61 @@ class SchedulerSide:
             self._block_pool.evict_blocks({block.block_id for blocks in cached if blocks for block in blocks})
 
     def _is_edit(self, followed: _Followed) -> bool:
-        """Whether the first chunk of this sequence is stored under this salt as an edit; True if that cannot be told."""
-        chunks = self._chunks(followed, 1)
-        if not chunks:
-            return False
-        (key, *_) = self._parts.keys(CacheKind.KV, chunks[0].digest, followed.salt)
+        """Whether the first stored chunk of this sequence under its salt is an edit's; True if that cannot be told. If none is stored, the
+        salt is a tenant's."""
         try:
-            return bool(self._store().edit_of(key))
+            for number in self._probes(followed):
+                chunk = self._chunks(followed, number + 1)[number]
+                keys = self._parts.keys(CacheKind.KV, chunk.digest, followed.salt)
+                text = self._store().edit_of(keys[0]) if number == 0 else None  # most often that is all there is to ask
+                if text is None:
+                    others = keys if number else keys[1:]
+                    there = self._store().contains(others)
+                    text = self._store().edit_of(others[there.index(True)]) if any(there) else None
+                if text is not None:
+                    followed.edit, followed.edit_from = text, number
+                    return bool(text)
         except QcapError:
             return True
+        return False
 
-    def _bar_half_edits(self, followed: _Followed, chunks: Sequence[TokenChunk], matched: int) -> None:
-        """What is computed between, or instead of, an edit's chunks is not the edit's: it must not be stored under its salt."""
-        keys = [key for chunk in chunks[matched:] for key in self._parts.keys(CacheKind.KV, chunk.digest, followed.salt)]
-        if matched == 0 or any(self._store().contains(keys)):
-            followed.bar = followed.bar or "edit-not-loaded"
+    def _probes(self, followed: _Followed) -> Iterator[int]:
+        """Numbers of the chunks to ask for. An edit's first chunk may be lost, or its storing have been cut off: the last comes first."""
+        number, whole = 0, len(followed.request.all_token_ids) // self._config.chunk_size
+        singly = PROBES_CHEAP if self._store().cheap_contains else PROBES
+        while number < whole:
+            yield number
+            number += 1 if number < singly else number
+
+    def _bar_half_edits(self, followed: _Followed, matched: int) -> None:
+        """What is computed between, or instead of, an edit's chunks is not the edit's: it must not be stored under its salt. What is
+        computed behind all of them may."""
+        chunks, extent = self._chunks(followed), extent_of(followed.edit)
+        covered = extent.covered(chunks)
+        wanted = max(followed.edit_from + 1, covered or 0)  # one of them has been seen, whatever the text says
+        rest = [key for chunk in chunks[matched:] for key in self._parts.keys(CacheKind.KV, chunk.digest, followed.salt)]
+        if matched < wanted or any(self._store().contains(rest)) or not self._is_edits(followed, chunks[wanted - 1]):
+            followed.bar, followed.whole = followed.bar or "edit-not-loaded", 0
+        else:
+            followed.whole = wanted * self._config.chunk_size if wanted == extent.count(self._config.chunk_size) else 0
+
+    def _is_edits(self, followed: _Followed, chunk: TokenChunk) -> bool:
+        """Whether ``chunk``, which is stored, is the edit's own: an engine may have filled the place of one that was lost."""
+        if chunk.index == followed.edit_from:
+            return True
+        (key, *_) = self._parts.keys(CacheKind.KV, chunk.digest, followed.salt)
+        return self._store().edit_of(key) != ""
+
+    def _forgive(self, followed: _Followed) -> None:
+        """A request ended. If it went on from the whole edit, loaded after loads of that edit had failed, later ones are believed again:
+        unless rows that were computed in the edit's place can still get into vLLM's prefix cache after a later request's arrival."""
+        failed = self._failed_salts.get(followed.salt)
+        if failed is None or self._block_pool is None:  # without arrivals nothing forgets what is in the prefix cache
+            return
+        if followed.loaded_in <= failed or len(followed.request.all_token_ids) <= followed.loaded_at:
+            return  # not loaded, or ended before the outcome was known
+        if all(f.loaded_in > failed for f in self._followed.values() if f.salt == followed.salt and f.admitted):
+            del self._failed_salts[followed.salt]
 
     def _store(self) -> Backend:
         if self._backend is None:
@@ -177,7 +225,9 @@ class SchedulerSide:
     def matched_tokens(self, request: Any, local_tokens: int) -> int:
         """Stored tokens beyond ``local_tokens`` that the worker can load, block aligned; at least one token is left to compute."""
         followed = self._follow(request)
-        followed.local, followed.load = local_tokens, None
+        followed.local, followed.load, followed.whole = local_tokens, None, 0
+        if local_tokens:
+            followed.loaded_in = -1  # it goes on from vLLM's blocks, whoever computed them
         policy = self._config.load
         if policy == "off" or followed.skip or (policy == "salted" and not followed.salt) or request.request_id in self._load_failed:
             return 0
@@ -186,10 +236,12 @@ class SchedulerSide:
             return 0
         try:
             stored = self._match(followed, local_tokens, limit)
-            if followed.is_edit is None:  # an engine that does not tell of arrivals
+            if followed.is_edit is None or (followed.is_edit and not followed.edit):  # not told of its arrival, or the store was away
                 followed.is_edit = bool(followed.salt) and self._is_edit(followed)
+                if followed.is_edit and followed.salt in self._failed_salts:
+                    followed.bar = followed.bar or "load-failed"
             if followed.is_edit:
-                self._bar_half_edits(followed, self._chunks(followed), stored)
+                self._bar_half_edits(followed, stored)
         except QcapError as error:
             logger.warning("the store cannot be asked, request %s is computed in full: %s", request.request_id, error)
             if followed.is_edit:
@@ -244,6 +296,8 @@ class SchedulerSide:
         followed = self._follow(request)
         if external_tokens > 0:
             followed.load = (followed.local, followed.local + external_tokens)
+        elif followed.is_edit and not followed.local:
+            followed.bar = followed.bar or "edit-not-loaded"  # vLLM refused the load: the request wants all of it computed
 
     # ---- one step -----------------------------------------------------------------------------------------------------------------
 
@@ -323,6 +377,8 @@ class SchedulerSide:
     def _load_request(self, followed: _Followed, start: int, end: int) -> LoadRequest:
         chunks = followed.chunks[: -(-end // self._config.chunk_size)]
         followed.loading = tuple(c.digest for c in chunks)
+        followed.loaded_in = self._number if start == 0 and 0 < followed.whole <= end else -1
+        followed.loaded_at = len(followed.request.all_token_ids)
         return LoadRequest(
             followed.uid,
             followed.request.request_id,
@@ -352,6 +408,8 @@ class SchedulerSide:
         self._load_failed.discard(request.request_id)
         if followed is None or not followed.admitted:
             return None
+        if self._failed_salts:
+            self._forgive(followed)
         update = next(iter(_learned([followed])), None)
         total = len(request.all_token_ids)
         fed = total if getattr(request, "pooling_params", None) is not None else total - 1  # a sampled last token is never fed
@@ -370,7 +428,7 @@ class SchedulerSide:
         """The worker could not fill these blocks: whoever uses them is not offered the store again."""
         hit = {i: f for i, f in self._followed.items() if block_ids.intersection(f.block_ids)}
         self._load_failed.update(hit)
-        self._failed_salts.update(f.salt for f in hit.values() if f.is_edit)
+        self._failed_salts.update({f.salt: self._number for f in hit.values() if f.is_edit})
         for followed in self._followed.values():
             if followed.salt in self._failed_salts:
                 followed.bar = followed.bar or "load-failed"  # it may be using what was computed in the edit's place

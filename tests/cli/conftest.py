@@ -32,13 +32,13 @@ class SmallStore:
         return sorted(self.folder.glob("objects/*/*.safetensors"))
 
 
-def put(backend, kind, ids, chunks=None, salt=""):
+def put(backend, kind, ids, chunks=None, salt="", edit=""):
     """Store the chunks with these numbers (all if None)."""
     for chunk in ChunkedTokenDatabase(GEOMETRY.chunk_size).chunks(ids):
         if chunks is None or chunk.index in chunks:
             record = ChunkRecord(
                 kind=kind, geometry=GEOMETRY, start=chunk.start, token_ids=tuple(ids[chunk.start : chunk.end]), digest=chunk.digest,
-                parent=chunk.parent, salt=salt,
+                parent=chunk.parent, salt=salt, edit=edit,
             )  # fmt: skip
             backend.store(record, torch.full(GEOMETRY.chunk_shape(kind), float(chunk.index)))
 
@@ -83,3 +83,14 @@ def qcap_command(capsys):
         return code, out, err
 
     return call
+
+
+@pytest.fixture
+def store_with_edits(small_store):
+    """The small store, with two edits, one of 2 chunks under ``half-1`` and one whose salt would steer a terminal, and a tenant's chunk."""
+    backend = open_backend(small_store.url)
+    put(backend, CacheKind.KV, WHOLE[:8], salt="half-1", edit='{"name": "snapkv"}')
+    put(backend, CacheKind.KV, WHOLE[:4], salt="red\x1b[31m", edit="by hand")
+    put(backend, CacheKind.KV, WHOLE[:4], salt="tenant")
+    backend.close()
+    return small_store

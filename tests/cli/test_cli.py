@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from rich.console import Console
 
 import qcap
+from qcap.backends import open_backend
+from qcap.cli import _print_table
 from qcap.demo.run import DemoFailed
+from qcap.errors import StoreUnavailable
+from qcap.store.tiers import SequenceRecord
+from qcap.tokens import ChunkedTokenDatabase, chunk_key
 
 
 @pytest.fixture(autouse=True)
@@ -145,6 +153,24 @@ def test_verify_names_what_is_damaged_and_ends_with_1(small_store, qcap_command)
     assert code == 1 and "1 bad" in out and "checksum" in out
 
 
+def test_verify_of_an_edit_that_is_not_whole(small_store, qcap_command):
+    with qcap.connect(small_store.url) as kv:
+        assert kv.store(torch.zeros(kv.shape_of(12)), list(range(12)), salt="my-edit")
+    before = set(small_store.objects())
+    code, found = parsed(qcap_command("verify", small_store.url, "--json"))
+    assert code == 0 and found["broken_edits"] == []
+    key = chunk_key(kv.kind, kv.geometry, ChunkedTokenDatabase(4).chunks(list(range(12)))[2].digest, "my-edit")
+    (victim,) = [path for path in before if path.stem == key.fingerprint()]
+    victim.write_bytes(victim.read_bytes()[:-1])
+    code, out, _ = qcap_command("verify", small_store.url, "--delete")
+    assert code == 1 and "1 bad, 1 edits not whole" in out and "my-edit" in out and not victim.exists()
+    for _ in range(2):  # and again, after the deletion
+        code, found = parsed(qcap_command("verify", small_store.url, "--json", "--delete"))
+        (edit,) = found["broken_edits"]
+        assert code == 1 and not found["ok"] and found["bad"] == []
+        assert edit["salt"] == "my-edit" and edit["reason"].startswith("chunk 2 (tokens 8..11) of 3: not there. Store the edit again")
+
+
 @pytest.mark.parametrize(("name", "said"), [("nothing", "does not exist"), ("bare", "exists; is it the one")])
 def test_verify_of_no_store_is_not_sound(tmp_path, qcap_command, name, said):
     (tmp_path / "bare").mkdir()
@@ -165,6 +191,114 @@ def test_an_interrupted_demo_says_one_line_and_ends_with_130(monkeypatch, tmp_pa
     monkeypatch.setattr("qcap.demo.run.run", interrupted)
     code, out, err = qcap_command("demo", "--out", tmp_path / "out")
     assert (code, out) == (130, "") and err == "interrupted; nothing of this run is kept\n"
+
+
+# -- edits
+
+
+def test_ls_lists_stored_edits(store_with_edits, qcap_command):
+    code, found = parsed(qcap_command("ls", store_with_edits.url, "--json"))
+    assert code == 0 and found["objects"] == 13
+    assert found["edits"] == [
+        {"model": "org/tiny", "kind": "kv", "salt": "half-1", "edit": "snapkv", "tokens": 8, "chunks": 2},
+        {"model": "org/tiny", "kind": "kv", "salt": "red\x1b[31m", "edit": "by hand", "tokens": 4, "chunks": 1},
+    ], "a tenant's chunks are what an engine computed"
+    code, out, _ = qcap_command("ls", store_with_edits.url)
+    assert code == 0 and "half-1" in out and "snapkv" in out and "tenant" not in out
+    assert parsed(qcap_command("ls", store_with_edits.url, "--json", "--model", "other"))[1]["edits"] == []
+    assert parsed(qcap_command("ls", store_with_edits.url, "--json", "--no-edits"))[1]["edits"] == []
+
+
+def test_ls_says_that_objects_cannot_be_read(store_with_edits, qcap_command):
+    for path in store_with_edits.objects():
+        if b'"salt":"half-1"' in path.read_bytes():
+            path.write_bytes(path.read_bytes()[:200])
+    code, out, _ = qcap_command("ls", store_with_edits.url)
+    assert code == 0 and "half-1" not in out and "2 objects cannot be read" in out and "qcap verify" in out
+
+
+# -- what a store holds may not steer the terminal, and can be copied
+
+
+def test_nothing_steers_the_terminal(store_with_edits, qcap_command):
+    backend = open_backend(store_with_edits.url)
+    name = "a\x1b]0;x\x07\nb\x9b31m\u202e"
+    backend.put_sequence(SequenceRecord("org/tiny", name, "e", "s\x1b[31m", (1, 2, 3, 4, 5), 2, 4, 4, {"kv": ()}))
+    backend.close()
+    for command in (("ls",), ("ls", "--json"), ("show", "-r", "0"), ("show", "-r", "0", "--json"), ("show",)):
+        code, out, err = qcap_command(command[0], store_with_edits.url, *command[1:])
+        assert code == 0 and not err
+        assert out.replace("\n", "").isprintable(), command
+        assert "s\\x1b[31m" in out or '"s\\u001b[31m"' in out, command
+    code, _, err = qcap_command("show", store_with_edits.url, "-r", "x\x1b[31m")
+    assert code == 2 and err.replace("\n", "").isprintable()
+
+
+LONG_SALT, LONG_MODEL = "tenant-" + "0123456789" * 12, "/models/" + "some-folder/" * 9 + "m"
+
+
+@pytest.fixture
+def long_names(small_store):
+    backend = open_backend(small_store.url)
+    backend.put_sequence(SequenceRecord(LONG_MODEL, "req-long", "e", LONG_SALT, (1, 2, 3, 4, 5), 2, 4, 4, {"kv": (0,)}))
+    backend.close()
+    return small_store
+
+
+@pytest.mark.parametrize("columns", ["80", "40"])
+def test_what_is_piped_is_complete(long_names, qcap_command, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    for command in ("ls", "show"):
+        _, out, _ = qcap_command(command, long_names.url)
+        (line,) = [line for line in out.splitlines() if "req-long" in line]
+        assert LONG_SALT in line and LONG_MODEL in line
+    _, out, _ = qcap_command("show", long_names.url, "-r", "req-long")
+    assert LONG_SALT in out and LONG_MODEL in out
+
+
+def test_a_narrow_terminal_gets_a_line_a_cell():
+    def printed(width):
+        console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+        _print_table(console, "sequences", ("#", "salt", "skipped", "model"), [(0, LONG_SALT, "", "[b]m\x1b"), (1, "s", "x 1", "m")])
+        return console.file.getvalue()
+
+    narrow = printed(80).splitlines()
+    assert narrow == [
+        "sequences", "#        0", f"  salt     {LONG_SALT}", "  model    [b]m\\x1b", "#        1", "  salt     s",
+        "  skipped  x 1", "  model    m",
+    ]  # fmt: skip
+    assert "│" in printed(200) and LONG_SALT in printed(200)
+
+
+def test_show_of_less_than_a_chunk_is_not_complete(small_store, qcap_command):
+    backend = open_backend(small_store.url)
+    backend.put_sequence(SequenceRecord("org/tiny", "req-short", "e", "", (1, 2, 3), 2, 2, 4))
+    backend.close()
+    code, out, _ = qcap_command("show", small_store.url, "-r", "req-short")
+    assert code == 0 and "%" not in out and "kv: no whole chunk of 4 in 2 computed tokens, so nothing of them can be stored" in out
+
+
+def test_demo_into_a_folder_that_cannot_be_written(tmp_path, qcap_command, monkeypatch):
+    import qcap.demo.settings
+
+    monkeypatch.setattr(qcap.demo.settings, "find_model", lambda model, dtype: (tmp_path, "m"))
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "below", "/proc/x"):
+        code, _, err = qcap_command("demo", "--out", out)
+        assert code == 2 and err.count("\n") == 1 and f"qcap: {out} cannot be written to" in err and "another folder with --out" in err
+
+
+def test_a_store_out_of_reach_says_what_to_try(small_store, qcap_command, monkeypatch):
+    from qcap.store.buckets import LocalBucket
+
+    def refuses(self, prefix):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(LocalBucket, "list", refuses)
+    with pytest.raises(StoreUnavailable, match=f"PermissionError: .*`qcap doctor --store {small_store.url}` tries to write and to read"):
+        open_backend(small_store.url).manifests()
+    code, _, err = qcap_command("ls", small_store.url)
+    assert code == 2 and err.startswith("qcap: ") and err.count("\n") == 1 and "see to the permissions" in err
 
 
 # -- doctor

@@ -14,6 +14,7 @@ import torch
 from qcap.errors import EditConflict, GeometryMismatch, ObjectCorrupt, ShapeError, StoreError, StoreUnavailable, TokenError
 from qcap.kinds import CacheKind
 from qcap.sdk.edits import keep, salt_for
+from qcap.store.extents import extent_of
 from qcap.store.tiers import LoadedChunk, StoreOutcome
 from qcap.tokens import ChunkedTokenDatabase
 
@@ -216,7 +217,8 @@ def test_coverage_of_nothing(bench):
 def test_store_then_retrieve(any_bench):  # Q17
     ctx = any_bench.context()
     rows = torch.randn(2, 2, 18, 16)
-    assert ctx.store(rows, IDS, salt="mine") is True
+    with pytest.warns(UserWarning, match="last 2 of 18"):
+        assert ctx.store(rows, IDS, salt="mine") is True
     assert torch.equal(ctx.retrieve(IDS, "mine"), rows[:, :, :16])  # cut to whole chunks
     assert ctx.retrieve(IDS) is None  # the engine's own entry is untouched
 
@@ -250,16 +252,16 @@ def test_rows_may_require_grad(bench):
     assert bench.context().store(torch.randn(2, 2, 4, 16, requires_grad=True), IDS[:4], salt="g")
 
 
-def test_less_than_a_chunk_is_false_without_a_round_trip(bench, caplog):  # Q19
-    with caplog.at_level(logging.INFO, "qcap.sdk"):
+def test_less_than_a_chunk_is_false_without_a_round_trip(bench):  # Q19
+    with pytest.warns(UserWarning, match=r"3 edited rows are less than one chunk of 4 and are not stored.*Keep 4 \(or a multiple") as told:
         assert bench.context().store(torch.randn(2, 2, 3, 16), IDS[:3], salt="s") is False
-    assert bench.backend.data_calls == 0 and "nothing is stored" in caplog.text
+    assert bench.backend.data_calls == 0 and [w.filename for w in told] == [__file__]
 
 
-def test_the_tail_that_is_not_stored_is_told(bench, caplog):
-    with caplog.at_level(logging.INFO, "qcap.sdk"):
+def test_the_tail_that_is_not_stored_is_told(bench):
+    with pytest.warns(UserWarning, match=r"last 2 of 18 edited rows fill no chunk of 4 and are not stored.*Keep 16 or 20 tokens") as told:
         bench.context().store(torch.randn(2, 2, 18, 16), IDS, salt="s")
-    assert "last 2 of 18 rows" in caplog.text
+    assert [w.filename for w in told] == [__file__], "the user's line, not qcap's"
 
 
 @pytest.mark.parametrize(
@@ -361,6 +363,84 @@ def test_someone_else_storing_the_same_at_once_is_fine(bench):
     assert ctx.store(mine, IDS[:4], salt="s")
 
 
+# -- an edit tells how far it goes --------------------------------------------------------------------------------------
+
+
+def text_of(ctx, chunk, salt="s", tokens=IDS):
+    return ctx._backend.load(key_of(ctx, chunk, salt, tokens=tokens)).record.edit
+
+
+def test_every_chunk_of_an_edit_lists_them_all(any_bench):
+    ctx = any_bench.context()
+    ctx.store(torch.randn(2, 2, 16, 16), IDS[:16], salt="s", edit={"name": "mine"})
+    (text,) = {text_of(ctx, i) for i in range(4)}
+    chunks = ChunkedTokenDatabase(4).chunks(IDS)
+    assert json.loads(text) == {"name": "mine", "qcap_chunks": "".join(c.digest[:8] for c in chunks)}
+    extent = extent_of(text)
+    assert extent.count(4) == 4 and extent.covered(chunks) == 4 and extent.covered(chunks[:3]) == 3
+    assert extent.covered(ChunkedTokenDatabase(4).chunks([*IDS[:8], 0, *IDS[8:]])) == 2
+    ctx.store(torch.randn(2, 2, 4, 16), IDS[:4], salt="t", edit="my own notes")
+    assert text_of(ctx, 0, "t") == "my own notes" and extent_of("my own notes").count(4) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [('{"kept": 11}', 2), ('{"kept": true}', None), ('{"kept": -1}', None), ('{"qcap_chunks": "abc"}', None), ("[1]", None), ("", None),
+     ("[" * 100_000, None), ('{"qcap_chunks": 5, "kept": 4}', 1), ('{"qcap_chunks": "0123456789abcdef", "kept": 99}', 2)],
+)  # fmt: skip
+def test_what_a_text_says_of_how_far_its_edit_goes(text, count):
+    assert extent_of(text).count(4) == count
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_sequences_that_begin_alike_may_share_a_salt(any_bench, overwrite):
+    """An engine and retrieve() refuse chunks that tell of different edits: the shared chunk must fit both sequences."""
+    ctx = any_bench.context()
+    shared, ends = torch.randn(2, 2, 4, 16), torch.randn(3, 2, 2, 8, 16)
+    ids = [IDS[:4] + [n] * 8 for n in range(3)]
+    for _ in range(2):
+        for end, tokens in zip(ends, ids, strict=True):
+            ctx.store(torch.cat([shared, end], 2), tokens, salt="s", overwrite=overwrite)
+    ctx.store(shared, IDS[:4], salt="s", overwrite=overwrite)
+    for end, tokens in zip(ends, ids, strict=True):
+        assert torch.equal(ctx.retrieve(tokens, "s"), torch.cat([shared, end], 2))
+
+
+def test_an_edit_of_an_older_qcap_is_completed_in_its_own_words(bench):
+    ctx = bench.context()
+    rows = torch.randn(2, 2, 12, 16)
+    ctx.store(rows, IDS[:12], salt="s")
+    for key, loaded in list(bench.backend.objects.items()):
+        bench.backend.objects[key] = LoadedChunk(replace(loaded.record, edit='{"name": "unnamed"}'), loaded.tensor)
+    del bench.backend.objects[key_of(ctx, 1, "s")]
+    assert ctx.store(rows, IDS[:12], salt="s") and text_of(ctx, 1) == '{"name": "unnamed"}'
+    assert torch.equal(ctx.retrieve(IDS, "s"), rows)
+    assert ctx.store(rows, IDS[:12], salt="s", edit={"name": "new"})  # another edit's words: all are told anew
+    assert len({text_of(ctx, i) for i in range(3)}) == 1 and '"new"' in text_of(ctx, 0)
+
+
+def test_rows_that_an_engine_computed_in_an_edits_place_are_not_retrieved(bench):
+    ctx = bench.context()
+    rows = torch.randn(2, 2, 12, 16)
+    ctx.store(rows, IDS[:12], salt="s")
+    computed = bench.put(KV, [*IDS[:12], 1, 2, 3, 4], salt="other")
+    behind = {k: v for k, v in bench.backend.objects.items() if k.salt == "other"}
+    for loaded in behind.values():
+        record = replace(loaded.record, salt="s")
+        if record.start == 12:  # behind the whole edit
+            bench.backend.objects[record.key] = LoadedChunk(record, loaded.tensor)
+    longer = [*IDS[:12], 1, 2, 3, 4]
+    assert torch.equal(ctx.retrieve(longer, "s"), torch.cat([rows, computed[:, :, 12:]], 2))
+    last = next(v for v in behind.values() if v.record.start == 8)
+    record = replace(last.record, salt="s")
+    bench.backend.objects[record.key] = LoadedChunk(record, last.tensor)
+    with pytest.raises(ObjectCorrupt, match=r"chunk 2 .* is not its edit's.*overwrite=True or under another salt"):
+        ctx.retrieve(longer, "s")
+    with pytest.raises(EditConflict, match="not any more"):
+        ctx.store(rows, IDS[:12], salt="s")
+    assert ctx.store(rows, IDS[:12], salt="s", overwrite=True) and torch.equal(ctx.retrieve(IDS[:12], "s"), rows)
+
+
 # -- life ---------------------------------------------------------------------------------------------------------------
 
 
@@ -424,5 +504,5 @@ def test_overwriting_warns_once_of_what_engines_still_hold(bench, caplog):
 
 def test_a_conflict_with_what_an_engine_computed_says_so(bench):
     rows = bench.put(CacheKind.KV, IDS[:8], salt="s")
-    with pytest.raises(EditConflict, match=r"no edit: an engine served.*fresh salt; overwrite=True.*reset_prefix_cache"):
+    with pytest.raises(EditConflict, match=r"no edit: an engine computed.*not yet, or not any more.*fresh salt; overwrite=True.*reset"):
         bench.context().store(rows + 1, IDS[:8], salt="s")

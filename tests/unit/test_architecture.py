@@ -33,7 +33,7 @@ FLOORS = [
     {"qcap.config", "qcap.tokens"},
     {"qcap.geometry"},
     {"qcap.kinds"},
-    {"qcap.errors", "qcap._version"},
+    {"qcap.errors", "qcap.reasons", "qcap._version"},
 ]
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 ONLY_HERE = {  # outside package -> the rooms that may import it

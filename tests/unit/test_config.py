@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+import os
+import sys
 
 import pytest
 
-from qcap.config import _PARSERS, CaptureConfig, parse_bool, parse_choice, parse_int
-from qcap.errors import ConfigError
+import qcap.vllm
+from qcap.config import _PARSERS, ARGUMENTS, CaptureConfig, parse_bool, parse_choice, parse_int
+from qcap.errors import ConfigError, StoreUnavailable
 
 STORE = {"qcap.store": "memory://x"}
 
@@ -74,6 +78,14 @@ def test_none_means_default() -> None:  # P3
         ("qcap.ring_blocks", "qcap.q.ring_blocks"),
         ("qcap.chunksize", "qcap.chunk_size"),
         ("qcap.stroe", "qcap.store"),
+        ("qcap.query", "qcap.transfer_intermediate_tensors"),
+        ("qcap.recorded_layers", "qcap.q.recorded_layers"),
+        ("qcap_query", "qcap.transfer_intermediate_tensors"),
+        ("qcap_chunk_size", "qcap.chunk_size"),
+        ("qcap.q_ring_bytes", "qcap.q.ring_bytes"),
+        ("QCAP-LOAD", "qcap.load"),
+        ("Qcap.chunk_size", "qcap.chunk_size"),
+        ("qcap.Layerwise", "qcap.layerwise"),
     ],
 )
 def test_an_unknown_key_names_the_nearest(key: str, near: str) -> None:
@@ -82,7 +94,40 @@ def test_an_unknown_key_names_the_nearest(key: str, near: str) -> None:
 
 
 def test_keys_of_others_are_left_alone() -> None:
-    assert CaptureConfig.from_extra({**STORE, "other.key": 1, "qcapx": 2}) == CaptureConfig(store="memory://x")
+    foreign = {"other.key": 1, "qcapx": 2, "lmcache.chunk_size": 3, "my_query": 4, "load_kv": 5, "shared_storage_path": 6, "": 7}
+    assert CaptureConfig.from_extra({**STORE, **foreign}) == CaptureConfig(store="memory://x")
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("chunk_size", "qcap.chunk_size"), ("Chunk_Size", "qcap.chunk_size"), ("q.ring_bytes", "qcap.q.ring_bytes"),
+        ("q_ring_bytes", "qcap.q.ring_bytes"), ("query", "qcap.transfer_intermediate_tensors"), ("store_url", "qcap.store"),
+        ("transfer_intermediate_tensors", "qcap.transfer_intermediate_tensors"), ("model.name", "qcap.model_name"),
+    ],
+)  # fmt: skip
+def test_a_key_without_its_prefix(key: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"setting '{key}' lacks its prefix: write '{meant}'"):
+        CaptureConfig.from_extra({**STORE, key: 1})
+
+
+def test_settings_are_not_nested() -> None:
+    with pytest.raises(ConfigError, match=r"setting 'qcap' is none: give each setting by itself, for instance 'qcap\.store'"):
+        CaptureConfig.from_extra({**STORE, "qcap": {"kv": True}})
+
+
+def test_nothing_to_do() -> None:
+    off = {"qcap.kv": False, "qcap.load": "off"}
+    with pytest.raises(ConfigError, match=r"nothing to do: .* start the engine without qcap"):
+        CaptureConfig.from_extra({**STORE, **off})
+    assert CaptureConfig.from_extra({**STORE, **off, "qcap.transfer_intermediate_tensors": True}).query
+    assert CaptureConfig.from_extra({**STORE, **off, "qcap.load": "salted"}).load == "salted"
+
+
+@pytest.mark.parametrize("name", ["", " ", "a\0b"])
+def test_a_model_has_a_name(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"qcap\.model_name must be a name .*leave it out"):
+        CaptureConfig.from_extra({**STORE, "qcap.model_name": name})
 
 
 @pytest.mark.parametrize("extra", [{}, {"qcap.store": ""}, {"qcap.store": None}])
@@ -123,3 +168,84 @@ def test_frozen_and_keyword_only() -> None:
 def test_parsers() -> None:
     assert parse_int("k", "7") == 7 and parse_int("k", 7, 7) == 7
     assert parse_choice("k", "a", ("a", "b")) == "a"
+
+
+# -- transfer_config: before vLLM is asked for anything
+
+
+@pytest.fixture
+def without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused is refused before vLLM is imported; what gets so far is legal."""
+    monkeypatch.setitem(sys.modules, "vllm.config", None)
+
+
+def accepted(url: str, **arguments: object) -> bool:
+    with pytest.raises(ImportError):
+        qcap.vllm.transfer_config(url, **arguments)
+    return True
+
+
+def test_arguments_and_keys() -> None:
+    named = [*inspect.signature(qcap.vllm.transfer_config).parameters][:-1]
+    assert set(named) < set(ARGUMENTS) and set(ARGUMENTS.values()) == set(_PARSERS) - {"qcap.blending"}
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("fiel:///x", r"unknown scheme 'fiel' .*did you mean 'file'"),
+        ("file://x", "has no absolute path"),
+        ("file:/x", "is not a URL: did you mean 'file://x'"),
+        ("memory://", "memory:// needs a name"),
+        ("qcap://host:1", "no store server"),
+        ("file://[x", "is not a URL"),
+        ("", r"qcap\.store is not set"),
+        (" ", "a store's URL is a text"),
+    ],
+)
+def test_what_is_no_store(url: str, message: str, without_vllm: None) -> None:
+    with pytest.raises(ConfigError, match=message):
+        qcap.vllm.transfer_config(url)
+
+
+@pytest.mark.parametrize("url", ["s3://b/p", "gs://b", "az://c", "abfss://c/p", "memory://x", "relative/path"])
+def test_stores_that_are_not_opened_yet(url: str, without_vllm: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No client is made: it may need what only the engine's machine has."""
+    monkeypatch.setattr("obstore.store.from_url", None)
+    assert accepted(url)
+
+
+def test_other_wrong_arguments(without_vllm: None) -> None:
+    for arguments, message in (
+        ({"kv": False, "load": "off"}, "nothing to do"),
+        ({"model_name": ""}, "must be a name"),
+        ({"querry": True}, "unknown argument 'querry': did you mean 'query'"),
+        ({"q_ring_bytes": "512M"}, r"qcap\.q\.ring_bytes must be an integer"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            qcap.vllm.transfer_config("memory://x", **arguments)
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, without_vllm: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told before a model is loaded, and nothing is made by asking."""
+    (tmp_path / "file").write_text("")
+    for url in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(StoreUnavailable, match=r"directory|cannot be created"):
+            qcap.vllm.transfer_config(url.as_uri())
+    assert accepted((tmp_path / "new" / "store").as_uri()) and not (tmp_path / "new").exists()
+    store = tmp_path / "store"
+    (store / "objects").mkdir(parents=True)
+    assert accepted(str(store))
+    access = os.access
+    for folder in (store, store / "objects"):
+        monkeypatch.setattr(os, "access", lambda path, mode, folder=folder: access(path, mode) and not (path == folder and mode & os.W_OK))
+        with pytest.raises(StoreUnavailable, match=f"{folder} cannot be written to: .*give another store"):
+            qcap.vllm.transfer_config(str(store))
+        assert accepted(str(store), kv=False)  # it only loads
+
+
+def test_no_setting_is_lost(tmp_path) -> None:
+    pytest.importorskip("vllm")
+    config = qcap.vllm.transfer_config(tmp_path.as_uri(), query=True, q_ring_bytes=5, layerwise=True)
+    assert config.kv_connector_extra_config["qcap.q.ring_bytes"] == 5 and config.kv_connector == "QcapConnector"
+    assert CaptureConfig.from_extra(config.kv_connector_extra_config).layerwise

@@ -20,10 +20,12 @@ from qcap.kinds import CacheKind
 from qcap.layerwise import (
     BackendLayers,
     LayerwiseEngine,
+    LayerwiseLoad,
     LayerwiseStore,
     LoadGear,
     MemoryLayers,
     NullStreams,
+    Span,
     layer_major,
     leading_mask,
     masked_tokens,
@@ -207,6 +209,56 @@ def test_what_cannot_be_used_is_refused_at_once() -> None:
         LayerwiseEngine(geometry(4), CacheKind.KV, bench.store, bench.gear)
     with pytest.raises(ConfigError, match="in the geometry"):
         LayerwiseEngine(bench.geometry, CacheKind.QUERY, bench.store, bench.gear)
+
+
+@pytest.mark.parametrize("absent", [10**6, 40, -1, -2])
+@pytest.mark.parametrize("place", [0, 3, 5])
+def test_blocks_that_do_not_exist(absent: int, place: int) -> None:
+    """A connector leaves such ids out, -1 on purpose: a load would call rows loaded, and a store would publish what no page held."""
+    bench = Bench(stored=1)
+    blocks = list(bench.blocks)
+    blocks[place] = absent
+    for call in (bench.engine.retrieve_layer, bench.engine.store_layer):
+        with pytest.raises(ShapeError, match=rf"block {absent} does not exist.*0\.\.39"):
+            call(bench.tokens, blocks)
+    assert bench.pool.takes == [] and bench.store.asked == [] and bench.streams.trace == []
+    assert bench.store.contains([r.key.layer(0) for r in bench.records]) == [True, False, False]
+
+
+def test_blocks_that_are_not_moved_may_be_anything() -> None:
+    """Those the engine has already, and those after the last whole chunk."""
+    bench = Bench()
+    blocks = [-1, 10**6, *bench.blocks[2:6], -1]
+    mask = leading_mask(len(bench.tokens), CH, CH)
+    got = list(bench.engine.retrieve_layer(bench.tokens, blocks, mask=mask))
+    assert got[-1].tolist() == true_for(3 * CH, bench, CH) and bench.clean()
+    assert torch.equal(rows_of(bench.table, blocks[2:6], 2), bench.rows[:, 2, CH:])
+    assert len(list(bench.engine.store_layer(bench.tokens, blocks, mask=mask))) == 4
+
+
+def test_a_load_fills_a_block_once() -> None:
+    bench = Bench()
+    with pytest.raises(ShapeError, match="block 3 is given twice"):
+        bench.engine.retrieve_layer(bench.tokens, [3] * len(bench.blocks))
+    assert len(list(bench.engine.store_layer(bench.tokens, [3] * len(bench.blocks)))) == 4  # reading one twice harms nobody
+
+
+@pytest.mark.parametrize("blocks", [[0.0] * 7, ["0"] * 7, [[0]] * 7])
+def test_block_ids_are_integers(blocks: list) -> None:
+    bench = Bench()
+    for call in (bench.engine.retrieve_layer, bench.engine.store_layer):
+        with pytest.raises(ShapeError, match="flat sequence of integers"):
+            call(bench.tokens, blocks)
+
+
+@pytest.mark.parametrize("absent", [40, -1])
+def test_the_steps_beneath_refuse_absent_blocks_too(absent: int) -> None:
+    bench = Bench()
+    keys = [r.key for r in bench.records[:1]]
+    with pytest.raises(ShapeError, match=f"block {absent} does not exist"):
+        LayerwiseLoad(bench.gear, bench.store.reader(keys), [0, absent], Span(CH, 0, CH, CH))
+    with pytest.raises(ShapeError, match=f"block {absent} does not exist"):
+        LayerwiseStore(bench.streams, bench.connector, bench.pool, bench.store.writer(bench.records), [[0, 1], [absent, 2]], CH)
 
 
 @pytest.mark.parametrize("steps", range(6))

@@ -13,6 +13,7 @@ from qcap.attribution import FinishedRequest, LoadRequest, TokenUpdate
 from qcap.config import CaptureConfig
 from qcap.errors import StoreUnavailable
 from qcap.kinds import CacheKind
+from qcap.store.extents import with_extent
 from qcap.tokens import ChunkedTokenDatabase
 from qcap.vllm import scheduler as scheduler_module
 from qcap.vllm.scheduler import KeyParts, SchedulerSide
@@ -24,10 +25,13 @@ class Store:
     def __init__(self):
         self.keys, self.asked, self.closed, self.down = set(), 0, False, False
 
-    edits: dict = {}  # noqa: RUF012
+        self.edits, self.headers, self.cheap_contains = {}, 0, True
 
     def edit_of(self, key):
-        return self.edits.get(key)
+        self.headers += 1
+        if self.down:
+            raise StoreUnavailable("gone away")
+        return self.edits.get(key, "") if key in self.keys else None
 
     def contains(self, keys):
         self.asked += 1
@@ -485,11 +489,14 @@ class Pool:
         self.evicted |= block_ids
 
 
-def edited_rig(chunks=3):
-    rig = Rig(load="salted")
+EDIT = ChunkedTokenDatabase(CH).chunks(range(24))  # 3 chunks, of which a prompt of 26 tokens has all
+UNTOLD, KEPT, LISTED = '{"name": "x"}', '{"name": "x", "kept": 27}', with_extent('{"name": "x"}', EDIT)
+
+
+def edited_rig(text=LISTED, tp=1):
+    rig = Rig(load="salted", tp=tp)
     rig.put(range(24), salt="e")
-    for key in rig.store.keys:
-        rig.store.edits = {**rig.store.edits, key: '{"name": "x"}'}
+    rig.store.edits = dict.fromkeys(rig.store.keys, text)
     rig.side.bind_block_pool(Pool({"h0": 7, "h2": 9}))
     return rig
 
@@ -509,17 +516,113 @@ def test_an_edits_salt_forgets_vllms_cache_on_arrival():
     assert rig.side._block_pool.evicted == set()
 
 
-def test_an_edit_with_a_hole_is_not_filled():
+def lose(rig, *numbers, rank=0):
+    for number in numbers:
+        rig.store.keys.discard(rig.parts.keys(CacheKind.KV, EDIT[number].digest, "e")[rank])
+
+
+def bar_of(rig, ids=range(26), salt="e", *, name="a", arrives=True):
+    """What bars the storing of a new request's rows, and how much it loads."""
+    request = salted(name, ids, salt)
+    if arrives:
+        rig.side.arrived(request)
+    matched = rig.side.matched_tokens(request, 0)
+    return rig.side._followed[name].bar, matched
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+@pytest.mark.parametrize("text", [UNTOLD, KEPT, LISTED])
+@pytest.mark.parametrize(("lost", "matched"), [((0,), 0), ((1,), 8), ((0, 1), 0), ((2,), 16), ((1, 2), 8)])
+def test_an_edit_that_lost_chunks_is_not_filled(text, lost, matched, arrives):
+    rig = edited_rig(text)
+    assert bar_of(rig, name="whole", arrives=arrives) == ("", 24)
+    lose(rig, *lost)
+    nobody_knows = text == UNTOLD and 2 in lost  # of an older qcap, or of an editor of one's own: it does not say how far it goes
+    assert bar_of(rig, arrives=arrives) == ("" if nobody_knows else "edit-not-loaded", matched)
+
+
+def test_an_edit_that_lost_one_ranks_chunk_is_not_filled():
+    for number in range(3):
+        for rank in range(2):
+            rig = edited_rig(tp=2)
+            lose(rig, number, rank=rank)
+            assert bar_of(rig) == ("edit-not-loaded", 8 * number), (number, rank)
+    for rank in range(2):
+        rig = edited_rig(with_extent(UNTOLD, EDIT[:1]), tp=2)
+        lose(rig, 1, 2)
+        lose(rig, 1, 2, rank=1)
+        lose(rig, 0, rank=rank)
+        assert bar_of(rig) == ("edit-not-loaded", 0), "it has no other chunk by which it could be known"
+
+
+def test_a_chunk_that_an_engine_computed_in_an_edits_place_bars():
     rig = edited_rig()
-    (middle,) = rig.parts.keys(CacheKind.KV, ChunkedTokenDatabase(CH).chunks(range(24))[1].digest, "e")
-    whole = salted("whole")
-    rig.side.arrived(whole)
-    assert rig.side.matched_tokens(whole, 0) == 24 and rig.side._followed["whole"].bar == ""
-    rig.store.keys.discard(middle)
-    holed = salted("holed")
-    rig.side.arrived(holed)
-    rig.side.matched_tokens(holed, 0)
-    assert rig.side._followed["holed"].bar == "edit-not-loaded"
+    rig.store.edits.pop(rig.parts.keys(CacheKind.KV, EDIT[2].digest, "e")[0])
+    assert bar_of(rig) == ("edit-not-loaded", 24)
+
+
+def test_what_is_computed_behind_a_whole_edit_may_be_stored():
+    rig = edited_rig()
+    longer = [*range(24), *range(100, 120)]
+    assert bar_of(rig, longer) == ("", 24)
+    rig.put(longer[:32], salt="e")  # an engine stored one chunk more
+    assert bar_of(rig, longer, name="again") == ("", 32)
+
+
+@pytest.mark.parametrize(("ids", "salt", "matched"), [
+    ([*range(8), *range(50, 70)], "e", 8),  # goes its own way after the edit's first chunk
+    (range(50, 80), "e", 0),  # nothing in common
+    (range(18), "e", 16),  # ends before the edit does
+    (range(26), "tenant", 0),
+])  # fmt: skip
+def test_a_prompt_that_is_not_the_edits_is_as_any_other(ids, salt, matched):
+    assert bar_of(edited_rig(), ids, salt) == ("", matched)
+
+
+def test_a_prompt_that_leaves_the_edit_behind_a_lost_chunk_does_not_fill_it():
+    rig = edited_rig()
+    lose(rig, 1)
+    assert bar_of(rig, [*range(16), *range(50, 70)]) == ("edit-not-loaded", 8)
+
+
+def test_what_asking_costs():
+    rig = edited_rig()
+    bar_of(rig, salt=None)
+    rig.side.finished(salted(salt=None))
+    assert (rig.store.headers, rig.store.asked) == (0, 0), "a request without a salt costs nothing"
+    bar_of(rig, name="b")
+    assert rig.store.headers == 2, "an edit's first chunk, and its last"
+    rig.put(range(24), salt="tenant")
+    rig.store.headers = rig.store.asked = 0
+    rig.side.arrived(salted("t", salt="tenant"))
+    assert (rig.store.headers, rig.store.asked) == (1, 0), "a tenant's: its first chunk is there, and no edit"
+    for cheap, most in ((True, scheduler_module.PROBES_CHEAP + 3), (False, scheduler_module.PROBES + 8)):
+        rig.store.cheap_contains, rig.store.asked = cheap, 0
+        rig.side.arrived(salted(f"t{cheap}", range(900, 900 + 1000 * CH), "new tenant"))
+        assert 0 < rig.store.asked <= most
+
+
+def test_a_store_that_comes_back_is_asked_again():
+    rig = edited_rig()
+    rig.store.down = True
+    request = salted()
+    rig.side.arrived(request)
+    rig.store.down = False
+    lose(rig, 2)
+    assert rig.side.matched_tokens(request, 0) == 16 and rig.side._followed["a"].bar == "edit-not-loaded"
+    rig.store.down = True
+    tenant = salted("t", salt="tenant")
+    rig.side.arrived(tenant)
+    rig.store.down = False
+    assert rig.side.matched_tokens(tenant, 0) == 0 and rig.side._followed["t"].bar == "", "no edit after all"
+
+
+def test_an_edit_whose_load_vllm_refuses_is_not_gone_on_from():  # skip_reading_prefix_cache
+    rig = edited_rig()
+    request = salted()
+    rig.side.arrived(request)
+    (planned,) = rig.admit(request, [4, 5, 6, 7, 8, 9, 10], 26, external=0).requests
+    assert planned.skip == "edit-not-loaded"
 
 
 def test_after_a_failed_load_of_an_edit_nothing_is_stored_under_its_salt():
@@ -533,6 +636,91 @@ def test_after_a_failed_load_of_an_edit_nothing_is_stored_under_its_salt():
     assert rig.side._followed["first"].bar == rig.side._followed["later"].bar == "load-failed"
     (planned,) = rig.admit(later, [4, 5, 6, 7, 8, 9, 10], 26).requests
     assert planned.skip == "load-failed"
+
+
+class Failed:
+    """An edit's rig after a load of it failed, with the request whose load that was still there. Time has passed: it is offered again."""
+
+    def __init__(self, monkeypatch, **more):
+        self.rig, self.first = edited_rig(**more), salted("first")
+        self.serve(self.first, 4)
+        self.rig.side.load_failed({5})
+        now = scheduler_module.time.monotonic()
+        monkeypatch.setattr(scheduler_module.time, "monotonic", lambda: now + scheduler_module.RETRY_LOAD_S + 1)
+
+    def serve(self, request, block, *, local=0):
+        self.rig.side.arrived(request)
+        self.rig.admit(request, range(block, block + 7), 26 - 24, computed=24, local=local)
+
+    def end(self, request, *, tokens=1):
+        request.all_token_ids += [7] * tokens
+        request.num_computed_tokens = 26
+        self.rig.side.finished(request)
+
+    def bars(self):
+        """Whether a new request's rows are not stored for the failure's sake."""
+        request = salted("new")
+        self.rig.side.arrived(request)
+        bar = self.rig.side._followed["new"].bar
+        self.rig.side.finished(request)
+        assert bar in ("", "load-failed")
+        return bool(bar)
+
+
+def test_a_later_load_of_the_whole_edit_makes_receipts_true_again(monkeypatch):
+    failed = Failed(monkeypatch)
+    failed.end(failed.first)
+    second = salted("second")
+    failed.serve(second, 20)
+    assert failed.rig.side._followed["second"].bar == "load-failed", "not known yet"
+    assert failed.bars()
+    failed.end(second)
+    assert not failed.bars()
+    third = salted("third")
+    failed.serve(third, 30)
+    assert failed.rig.side._followed["third"].bar == ""
+    failed.rig.side.load_failed({31})  # and may fail again
+    assert failed.bars()
+
+
+def test_a_load_is_not_believed_while_rows_computed_in_the_edits_place_are_in_use(monkeypatch):
+    failed = Failed(monkeypatch)
+    second, third = salted("second"), salted("third")
+    failed.serve(second, 20)
+    failed.serve(third, 30)
+    failed.end(second)
+    assert failed.bars(), "the first request's blocks may get into vLLM's cache after another's arrival"
+    failed.end(failed.first)
+    assert failed.bars(), "a failed load proves nothing"
+    failed.end(third)
+    assert not failed.bars()
+
+
+@pytest.mark.parametrize("how", ["failed too", "no token yet", "from vllm's cache", "not whole", "before the failure", "no block pool"])
+def test_what_is_no_proof_of_a_whole_load(monkeypatch, how):
+    failed, second = Failed(monkeypatch), salted("second")
+    if how == "no block pool":
+        failed.rig.side.bind_block_pool(None)
+    if how == "not whole":
+        lose(failed.rig, 2)
+    failed.serve(second, 20, local=8 if how == "from vllm's cache" else 0)
+    if how == "failed too":
+        failed.rig.side.load_failed({21})
+    if how == "before the failure":
+        failed.rig.side.load_failed({5})
+    failed.end(failed.first)
+    failed.end(second, tokens=0 if how == "no token yet" else 1)
+    assert failed.bars()
+
+
+def test_a_request_that_goes_on_from_vllms_cache_after_preemption_is_no_proof(monkeypatch):
+    failed, second = Failed(monkeypatch), salted("second")
+    failed.serve(second, 20)
+    failed.rig.step(preempted={"second"})
+    failed.rig.side.matched_tokens(second, 16)  # whose blocks these are cannot be told: the first request's, perhaps
+    failed.end(failed.first)
+    failed.end(second)
+    assert failed.bars()
 
 
 def test_a_store_that_cannot_be_opened_bars_and_does_not_raise():

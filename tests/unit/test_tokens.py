@@ -104,7 +104,7 @@ def test_kinds_differ_in_the_model_name_alone() -> None:  # K3 K4
     assert kv.fingerprint() != query.fingerprint()
 
 
-@pytest.mark.parametrize("salt", ["a@b", "a/b", "a\\b", "a\0", "x" * 129, 3, None])
+@pytest.mark.parametrize("salt", ["a@b", "a/b", "a\\b", "a\0", "x" * 129, 3, None, "\ud800", "a\udfff"])
 def test_salts_that_cannot_be(salt: object) -> None:  # K5
     with pytest.raises(TokenError):
         check_salt(salt)  # type: ignore[arg-type]

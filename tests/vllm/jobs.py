@@ -158,11 +158,61 @@ def damaged_edit(p: dict[str, Any]) -> dict[str, Any]:
     path.write_bytes(good)
     (out,) = generate(llm, [{"ids": ids, "n": n, "salt": "edit"}])
     found["repaired"] = told([out])[0]
+    (out,) = generate(llm, [{"ids": ids, "n": n, "salt": "edit"}])
+    found["believed"] = {**told([out])[0], "skipped": qcap.vllm.receipt([out]).skipped}
     with qcap.connect(p["store"], model=p["model"]) as ctx:
         assert ctx.store(edited * 2, ids[:whole], salt="edit", overwrite=True)
     (out,) = generate(llm, [{"ids": ids, "n": n, "salt": "edit"}])
     found["overwritten"] = told([out])[0]
     torch.save(edited, p["tensors"])
+    found["errors"] = state(llm)["counters"].get("errors", 0)
+    close(llm)
+    return found
+
+
+def lost_chunks(p: dict[str, Any]) -> dict[str, Any]:
+    """Edits that lost a chunk, each under a salt of its own: what is served and told, what is then in the chunk's place, and what is served
+    after the edit was stored again."""
+    from pathlib import Path
+
+    import torch
+
+    import qcap
+    import qcap.vllm
+    from qcap.kinds import CacheKind
+    from qcap.store.verify import verify_store
+    from qcap.tokens import ChunkedTokenDatabase, chunk_key
+
+    llm = build(p)
+    ids, n, size = p["ids"], p["n"], 32
+    whole = (len(ids) - 1) // size * size
+    (cold,) = generate(llm, [{"ids": ids, "n": n}])
+    qcap.vllm.receipt([cold])
+    found: dict[str, Any] = {"cold": told([cold])[0]}
+    with qcap.connect(p["store"], model=p["model"]) as ctx:
+        edited = ctx.retrieve(ids[:whole]) * 0.25
+        for number in p["lost"]:
+            salt = f"lost-{number}"
+            assert ctx.store(edited, ids[:whole], salt=salt)
+            name = chunk_key(CacheKind.KV, ctx.geometry, ChunkedTokenDatabase(size).chunks(ids)[number].digest, salt).fingerprint()
+            path = Path(p["store"].removeprefix("file://")) / "objects" / name[:2] / f"{name}.safetensors"
+            path.unlink()
+            (out,) = generate(llm, [{"ids": ids, "n": n, "salt": salt}])
+            try:
+                said = repr(qcap.vllm.receipt([out]))
+            except qcap.errors.CaptureEmpty as error:
+                said = str(error)
+            holed = {
+                **told([out])[0],
+                "said": said,
+                "filled": path.exists(),
+                "verified": [e.salt for e in verify_store(p["store"]).broken_edits],
+            }
+            assert ctx.store(edited, ids[:whole], salt=salt), "stored again, and no conflict"
+            (out,) = generate(llm, [{"ids": ids, "n": n, "salt": salt}])
+            found[salt] = {"holed": holed, "whole": {**told([out])[0], "skipped": qcap.vllm.receipt([out]).skipped}}
+    torch.save(edited, p["tensors"])
+    found["sound"] = verify_store(p["store"]).ok
     found["errors"] = state(llm)["counters"].get("errors", 0)
     close(llm)
     return found

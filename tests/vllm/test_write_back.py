@@ -38,9 +38,42 @@ def test_a_damaged_edit_is_never_filled_with_other_rows(tmp_path: Path) -> None:
         geometry = ctx.geometry
         assert torch.equal(ctx.retrieve(ids, salt="edit"), edited * 2)
     assert found["repaired"]["tokens"] == hf_greedy(model, ids, NEW, cache=to_dynamic_cache(edited, geometry)) != cold
+    assert found["believed"]["tokens"] == found["repaired"]["tokens"]
+    assert not any("load-failed" in reason for reason in found["believed"]["skipped"]), "the repaired edit was loaded whole before"
     assert found["overwritten"]["tokens"] == hf_greedy(model, ids, NEW, cache=to_dynamic_cache(edited * 2, geometry))
     assert found["overwritten"]["tokens"] != found["repaired"]["tokens"]
     assert found["errors"] == 0
+
+
+def test_an_edit_that_lost_a_chunk_is_not_completed(tmp_path: Path) -> None:
+    """Its first, a middle or its last chunk is not there: the receipt says so, nothing is stored in its place, and the edit can be stored
+    again and is then served whole."""
+    model, store = str(tiny_model_path("llama")), f"file://{tmp_path}/store"
+    (ids,) = jobs.make_prompts([TOKENS], 1000, seed=7)
+    lost = [0, 3, 6]
+    job = {
+        "model": model,
+        "store": store,
+        "ids": ids,
+        "n": NEW,
+        "lost": lost,
+        "tensors": str(tmp_path / "tensors.pt"),
+        "engine": {"max_num_batched_tokens": 128, "enable_prefix_caching": True},
+    }
+    found = run_in_process(jobs.lost_chunks, job)
+    edited = torch.load(tmp_path / "tensors.pt")
+    with qcap.connect(store, model=model) as ctx:
+        wanted = hf_greedy(model, ids, NEW, cache=to_dynamic_cache(edited, ctx.geometry))
+        assert wanted != found["cold"]["tokens"]
+        for number in lost:
+            salt = f"lost-{number}"
+            holed, whole = found[salt]["holed"], found[salt]["whole"]
+            assert "edit-not-loaded" in holed["said"] and not holed["filled"] and holed["verified"] == [salt], salt
+            assert holed["cached"] == 32 * number
+            assert whole["tokens"] == wanted and whole["cached"] == 224, salt
+            assert not any("edit-not-loaded" in reason for reason in whole["skipped"]), salt
+            assert torch.equal(ctx.retrieve(ids[:224], salt=salt), edited)
+    assert found["sound"] and found["errors"] == 0
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama3", "phi3", "yarn"])  # acceptance 3, 4, 5: default, llama3-scaled, partial rotary

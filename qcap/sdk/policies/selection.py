@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 import torch
 
 from qcap.errors import ConfigError, ShapeError, TokenError
@@ -56,14 +58,16 @@ def select(
 
 
 def _count(keep: float, tokens: int, multiple_of: int) -> int:
-    if multiple_of < 1 or isinstance(keep, bool):
-        raise ConfigError(f"multiple_of must be at least 1 and keep a number, got {multiple_of} and {keep!r}")
-    if not isinstance(keep, int):
+    if isinstance(keep, bool | np.bool_) or not isinstance(keep, Real):
+        raise ConfigError(f"keep must be a share in (0, 1] as a float or a number of tokens as an int, got {keep!r}")
+    if isinstance(multiple_of, bool) or not isinstance(multiple_of, Integral) or multiple_of < 1:
+        raise ConfigError(f"multiple_of must be an integer, at least 1, got {multiple_of!r}")
+    if not isinstance(keep, Integral):
         if not 0 < keep <= 1:
             raise ConfigError(f"keep as a float is a share in (0, 1], got {keep}; for a number of tokens give an int")
-        wanted = round(keep * tokens)
+        wanted = round(float(keep) * tokens)
     else:
-        wanted = keep
+        wanted = int(keep)
         if not 0 < wanted <= tokens:
             raise ConfigError(f"keep as an int is a number of tokens in 1..{tokens}, got {keep}")
     count = wanted // multiple_of * multiple_of
