@@ -173,8 +173,8 @@ class ChunkKey:
             raise TokenError(f"model name {self.model!r} is empty or holds NUL")
 
     def __hash__(self) -> int:
-        """Of the digest alone, whose own hash is kept: an engine looks for hundreds of keys while a request waits."""
-        return hash(self.digest)
+        """Of two strings, whose own hashes are kept: an engine looks for hundreds of keys while a request waits."""
+        return hash((self.digest, self.salt))
 
     def fingerprint(self) -> str:
         """A hash over all fields, unambiguous for any characters in them: the object's name in a store."""

@@ -310,6 +310,8 @@ class Capture:
             self._turn_off_broken()
             over = self._arena.used - self._arena.may_rest
             if over > 0:  # before a step finds no room
+                if not self._may_wait:
+                    self.flush()  # a chunk may keep all of its step's memory
                 self.backend.relieve(over)
 
     def _collect(self, track: RequestTrack, final_tokens: int) -> None:

@@ -6,6 +6,7 @@ thread time, and wakes the store's writers, just when that token is about to be 
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import deque
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from qcap.capture.staging import Staged
+from qcap.store import write_queue
 
 STEPS = 2
 """What becomes whole in a step is handed over at the end of the step so many later."""
@@ -48,6 +50,8 @@ class Handover:
         self._some, self._closed = threading.Event(), threading.Event()
         self._timer: threading.Thread | None = None
         self.nbytes = 0
+        self.pid = os.getpid()
+        _all.add(self)
 
     def put_off(self, staged: Staged, publish: Callable[[], None]) -> None:
         """Call ``publish``, which never raises, later."""
@@ -129,3 +133,17 @@ def _landed(staged: Staged) -> bool:
         return staged.ready.done()
     except Exception:  # a device that is lost: the writers will say so
         return True
+
+
+_all: weakref.WeakSet[Handover] = weakref.WeakSet()
+
+
+def _flush_at_exit() -> None:
+    for handover in list(_all):
+        if handover.pid == os.getpid():  # a forked child has no writers, and what was put off is the parent's
+            handover.flush()
+
+
+# What is with the store when the interpreter exits is written (see `write_queue`), so what was put off has to be there by then. Hooks run
+# last in, first out: that one was registered when its module was imported.
+write_queue.at_exit(_flush_at_exit)

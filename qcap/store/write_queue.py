@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -237,11 +238,10 @@ def _drain_at_exit() -> None:
         queue.close()
 
 
-# At the interpreter's exit, queued chunks must land. `threading._register_atexit` (what concurrent.futures uses) runs while threads
-# still work; plain `atexit` is the fallback, should it go away.
-if hasattr(threading, "_register_atexit"):
-    threading._register_atexit(_drain_at_exit)
-else:
-    import atexit
+def at_exit(hook: Callable[[], None]) -> None:
+    """Run ``hook`` when the interpreter exits, before those that were registered earlier, while threads still work."""
+    # `threading._register_atexit` is what concurrent.futures uses; plain `atexit` is the fallback, should it go away.
+    getattr(threading, "_register_atexit", atexit.register)(hook)
 
-    atexit.register(_drain_at_exit)
+
+at_exit(_drain_at_exit)  # queued chunks must land

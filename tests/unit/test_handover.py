@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 from test_capture import IDS, Bench, boom, request, slots_from_the_caller  # noqa: F401 (a fixture for all)
 
-from qcap.attribution import FinishedRequest
-from qcap.capture import handover
+from qcap.attribution import FinishedRequest, RequestStep, Step, TokenUpdate
+from qcap.backends import open_backend
+from qcap.capture import Capture, HostArena, PageStager, StreamBudget, StreamingQueryFeature, handover
 from qcap.capture.handover import Handover
 from qcap.errors import StoreUnavailable
+from qcap.geometry import Geometry, Rope
 from qcap.kinds import CacheKind
 
 CHUNK_BYTES = 1024 + 512  # keys and values, and queries
@@ -468,3 +473,82 @@ def test_any_other_error_turns_the_feature_off_on_the_engines_thread(bench, monk
     b.finish(1, 9)
     assert b.store.sequences()[0].skipped == {k.value: {"store-failed": 1} for k in CacheKind}
     assert b.free()
+
+
+# ---- an exit, and memory that is short --------------------------------------------------------------------------------------------
+
+
+ONE_STEP = """
+import os, sys
+import torch
+from collections import Counter
+from qcap.attribution import RequestStep, Step, TokenUpdate
+from qcap.backends import open_backend
+from qcap.capture import Capture, HostArena, PageStager, StreamBudget, StreamingQueryFeature, handover
+from qcap.geometry import Geometry, Rope
+
+handover.DEADLINE_S = 1000.0
+N, CH, ROWS, L = 4, 8, 64, 2
+g = Geometry(model="m", layer_names=("a", "b"), num_q_heads=1, num_kv_heads=1, head_size=4, dtype="float32", block_size=N, chunk_size=CH,
+             rope=Rope(rotary_dim=4))
+arena, counters = HostArena(1 << 22, pinned=False, waits=True), Counter()
+feature = StreamingQueryFeature(g, StreamBudget(ROWS, 4, 2, 16, L), num_kv_blocks=40, plan_blocks=40, plan_requests=4, padded_rows=ROWS,
+                                stager=PageStager(torch.device("cpu"), arena), counters=counters, host_bytes=arena.nbytes)
+capture = Capture(g, open_backend(sys.argv[1], host_bytes=1 << 12), [feature], engine_id="e", write_receipts=True, arena=arena,
+                  counters=counters)
+capture.begin_step(Step(1, (RequestStep(1, "r", "", 0, ROWS, 0, tuple(range(ROWS // N)), True, ""),),
+                        (TokenUpdate(1, 0, tuple(range(ROWS))),)))
+for layer in range(L):
+    feature.on_layer(layer, torch.randn(ROWS, 1, 4), torch.arange(ROWS))
+capture.end_step()
+assert capture._put_off.nbytes
+if sys.argv[2] == "forked":
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+        print(sum(len(files) for _, _, files in os.walk(sys.argv[1].removeprefix("file://") + "/objects")))
+if sys.argv[2] == "error":
+    raise RuntimeError("a mistake in the user's script")
+"""
+
+
+@pytest.mark.parametrize("how", ["end", "error", "forked"])
+def test_a_process_that_ends_in_the_middle_loses_nothing_of_what_was_whole(tmp_path, how):  # D33
+    url = f"file://{tmp_path}"
+    done = subprocess.run([sys.executable, "-c", ONE_STEP, url, how], capture_output=True, text=True, timeout=120)
+    assert done.returncode == (how == "error"), done.stderr
+    assert how != "forked" or done.stdout.split() == ["0"], "a child has nothing to write"
+    assert sum(path.is_file() for path in (tmp_path / "objects").rglob("*")) == 8
+
+
+def test_a_chunk_that_is_put_off_does_not_keep_its_steps_memory_from_the_next(deadline):
+    """Where nobody waits: the last chunks of a large step would keep all of it, and the next step but one would find no room."""
+    g = Geometry(
+        model="m", layer_names=("a", "b"), num_q_heads=4, num_kv_heads=1, head_size=64, dtype="float32", block_size=4, chunk_size=8,
+        rope=Rope(rotary_dim=4),
+    )  # fmt: skip
+    rows = 64
+    step_bytes = 2 * rows * 4 * 64 * 4 + 8 * rows
+    arena = HostArena(2 * (-(-step_bytes // 4096) * 4096), pinned=False, waits=False)  # two of the largest steps
+    counters: Counter[str] = Counter()
+    feature = StreamingQueryFeature(
+        g, StreamBudget(rows, 4, 2, 4 * 64 * 4, 2), num_kv_blocks=400, plan_blocks=400, plan_requests=4, padded_rows=rows,
+        stager=PageStager(torch.device("cpu"), arena), counters=counters, host_bytes=arena.nbytes,
+    )  # fmt: skip
+    store = open_backend("memory://put-off-and-short", on_pressure="skip", host_bytes=arena.nbytes)
+    capture = Capture(g, store, [feature], engine_id="e", write_receipts=True, arena=arena, counters=counters, may_wait=False)
+    for number in range(6):
+        start, end = number * rows, (number + 1) * rows
+        blocks = tuple(range(start // 4, end // 4))
+        update = TokenUpdate(1, start, tuple(range(start, end)))
+        capture.begin_step(Step(number + 1, (RequestStep(1, "r", "", start, end, start // 4, blocks, not number, ""),), (update,)))
+        for layer in range(2):
+            feature.on_layer(layer, torch.randn(rows, 4, 64), torch.arange(start, end))
+        capture.end_step()
+        assert store.drain(10)
+        arena_is_free = time.monotonic() + 10
+        while arena.used > arena.may_rest and time.monotonic() < arena_is_free:
+            time.sleep(0.001)  # as the device runs a step
+    assert counters["query.skipped.host-full"] == 0
+    capture.close()
+    assert counters["query.stored"] == 6 * rows // 8
