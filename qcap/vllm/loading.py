@@ -68,7 +68,7 @@ def check_record(record: ChunkRecord, geometry: Geometry, token_ids: Sequence[in
     Raises:
         GeometryMismatch, ObjectCorrupt, Unsupported: it is of another engine, of other tokens, or at other positions.
     """
-    if record.geometry != geometry:  # cheaper than a list of what differs, which is to be empty
+    if record.geometry is not geometry and record.geometry != geometry:  # cheaper than a list of what differs, which is to be empty
         geometry.check_same(record.geometry, "the stored chunk")
     if record.kind is not CacheKind.KV or record.token_ids != tuple(token_ids):
         raise ObjectCorrupt(f"the object under this key holds other tokens ({record.kind.value} from {record.start})")

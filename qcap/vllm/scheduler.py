@@ -270,17 +270,16 @@ class SchedulerSide:
         return stored
 
     def _stored_chunks(self, chunks: Sequence[TokenChunk], salt: str) -> int:
+        """How many of ``chunks`` are stored, from the first on; nothing is asked of those behind a hole."""
         kinds = [CacheKind.KV]
         if self._config.load == "all" and self._config.query and not salt:
             kinds.append(CacheKind.QUERY)  # a chunk whose queries are not stored yet is computed, so that they are captured
-        count = 0
-        for chunk in chunks:
-            if time.monotonic() - self._bad.get((salt, chunk.digest), -RETRY_LOAD_S) < RETRY_LOAD_S:
-                break
-            if not all(all(self._store().contains(self._parts.keys(kind, chunk.digest, salt))) for kind in kinds):
-                break
-            count += 1
-        return count
+        if self._bad:
+            now = time.monotonic()
+            bad = (i for i, c in enumerate(chunks) if now - self._bad.get((salt, c.digest), -RETRY_LOAD_S) < RETRY_LOAD_S)
+            chunks = chunks[: next(bad, len(chunks))]
+        keys = [key for chunk in chunks for kind in kinds for key in self._parts.keys(kind, chunk.digest, salt)]
+        return self._store().lookup(keys) // (len(kinds) * self._parts.tp_size)
 
     def _follow(self, request: Any) -> _Followed:
         followed = self._followed.get(request.request_id)

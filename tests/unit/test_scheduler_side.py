@@ -39,6 +39,9 @@ class Store:
             raise StoreUnavailable("gone away")
         return [k in self.keys for k in keys]
 
+    def lookup(self, keys):
+        return next((i for i, key in enumerate(keys) if not self.contains([key])[0]), len(keys))
+
     def close(self):
         self.closed = True
 
