@@ -15,7 +15,6 @@ from qcap.connectors.musa import MusaConnector
 from qcap.connectors.paged import PagedConnector
 from qcap.connectors.registry import Case, UnknownPlatform, build, check_layerwise, choose, register, table
 from qcap.connectors.sglang import SGLangConnector, pool_table
-from qcap.connectors.streams import Streams
 from qcap.connectors.whole import BatchConnector, ChunkConnector
 
 __all__ = [
@@ -30,7 +29,6 @@ __all__ = [
     "MusaConnector",
     "PagedConnector",
     "SGLangConnector",
-    "Streams",
     "UnknownPlatform",
     "build",
     "check_layerwise",

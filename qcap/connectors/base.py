@@ -11,7 +11,7 @@ import torch
 
 from qcap.connectors.formats import LayerFormat, LayerObject, layer_format
 from qcap.connectors.slots import Plan, plan
-from qcap.connectors.streams import Streams
+from qcap.connectors.streams import streams_for
 from qcap.errors import ConfigError, ShapeError
 from qcap.kernels import PageTable
 
@@ -57,7 +57,7 @@ class Connector:
         self.num_layers, self.num_planes, self.block_size = table.num_layers, table.num_planes, table.block_size  # block_size: 1 in a pool
         self.num_blocks = table.num_blocks
         self.hidden, self.dtype = table.heads * table.head_size, table.dtype
-        self.streams = Streams(table.device, device_module)
+        self.streams = streams_for(table.device, device_module)
 
     @property
     def use_gpu(self) -> bool:
@@ -87,7 +87,7 @@ class Connector:
 
     def _on_stream(self, stream: Any, slots: torch.Tensor) -> None:
         """``stream`` starts after what is queued now, and may read ``slots``."""
-        self.streams.wait(stream, self.streams.mark(self.streams.current()))
+        self.streams.wait(stream, self.streams.record(self.streams.compute()))
         if stream is not None and slots.device.type != "cpu":
             slots.record_stream(stream)
 

@@ -18,7 +18,7 @@ from qcap.connectors.formats import LayerFormat, LayerObject
 from qcap.connectors.layer import LayerConnector, LoadSteps
 from qcap.connectors.registry import register
 from qcap.connectors.slots import plan
-from qcap.connectors.streams import to_device
+from qcap.connectors.transfer import to_device
 from qcap.errors import ConfigError, ShapeError, StepOrderError
 from qcap.geometry import Rope
 from qcap.kernels import PageTable
@@ -113,14 +113,14 @@ class BufferedConnector(LayerConnector):
             self._old[:tokens].copy_(self._new[:tokens])
         buffers = [b.flatten()[: 2 * tokens * self.hidden].view(2, tokens, self.hidden) for b in self._buffers]
         for step in range(self.num_layers + 2):
-            computed = streams.mark(streams.current())  # compute has been given its work on layer step - 2
+            computed = streams.record(streams.compute())  # compute has been given its work on layer step - 2
             if 1 <= step <= self.num_layers:
                 buffer = buffers[(step - 1) % 2]
                 with streams.on(stream):
                     self._rotate(buffer[0], tokens)
                     for a, b in gaps:
                         buffer[:, a:b].zero_()
-                streams.wait(streams.current(), self.load_event())
+                streams.wait(streams.compute(), self.load_event())
                 self.loaded[step - 1] = buffer
             if step > 1:
                 streams.wait(stream, computed)
@@ -140,7 +140,7 @@ class BufferedConnector(LayerConnector):
         if self.loaded:
             raise StepOrderError(f"layers {sorted(self.loaded)} are still in the buffer map at the end of a load")
         if sync:
-            streams.wait(streams.current(), self.load_event())
+            streams.wait(streams.compute(), self.load_event())
         yield
 
     def _rotate(self, keys: torch.Tensor, tokens: int) -> None:

@@ -15,7 +15,7 @@ from qcap import kernels
 from qcap.connectors.base import Connector, Group, Objects, Spans
 from qcap.connectors.formats import LayerFormat, rows_of
 from qcap.connectors.slots import BlockPlan, block_plan, in_reach
-from qcap.connectors.streams import to_device
+from qcap.connectors.transfer import to_device
 from qcap.errors import ShapeError
 from qcap.kernels import PageTable
 
@@ -234,11 +234,11 @@ class LayerConnector(Connector):
 
     def load_event(self) -> Any:
         """An event after all loads queued so far; None on the CPU, where they are done."""
-        return self.streams.mark(self.load_stream)
+        return self.streams.record(self.load_stream)
 
     def store_event(self) -> Any:
         """An event after all stores queued so far; None on the CPU, where they are done."""
-        return self.streams.mark(self.store_stream)
+        return self.streams.record(self.store_stream)
 
     @torch.inference_mode()  # pages made in inference mode cannot be written outside of it; others can be inside
     def _load(self, spans: Spans, slots: torch.Tensor, sync: bool) -> LoadSteps:
@@ -249,7 +249,7 @@ class LayerConnector(Connector):
         for layer in range(self.num_layers):
             objects = yield
             if sync:
-                self.streams.wait(self.streams.current(), done)
+                self.streams.wait(self.streams.compute(), done)
             rows = self._rows(objects, spans, layer)
             with self.streams.on(stream):
                 for group in groups:
@@ -257,7 +257,7 @@ class LayerConnector(Connector):
             done = self._hold(stream, objects)
         yield
         if sync:
-            self.streams.wait(self.streams.current(), done)
+            self.streams.wait(self.streams.compute(), done)
         yield
 
     @torch.inference_mode()
@@ -267,7 +267,7 @@ class LayerConnector(Connector):
         groups = self._groups(spans, slots, stream)
         for layer in range(self.num_layers):
             rows = self._rows(memory_objs[layer], spans, layer)
-            self.streams.wait(stream, self.streams.mark(self.streams.current()))
+            self.streams.wait(stream, self.streams.record(self.streams.compute()))
             with self.streams.on(stream):
                 for group in groups:
                     self._take(group, rows, layer)
@@ -275,7 +275,7 @@ class LayerConnector(Connector):
             self._stored(memory_objs[layer], spans)
             yield
         if sync:
-            self.streams.wait(self.streams.current(), self.store_event())
+            self.streams.wait(self.streams.compute(), self.store_event())
         yield
 
     def _stored(self, objects: Objects, spans: Spans) -> None:
@@ -334,7 +334,7 @@ class LayerConnector(Connector):
     def _hold(self, stream: Any, objects: Any) -> Any:
         """Keep ``objects`` until what ``stream`` has been given so far is done; returns that event."""
         self._let_go()
-        event = self.streams.mark(stream)
+        event = self.streams.record(stream)
         if event is not None:
             self._held.append((event, objects))
         return event

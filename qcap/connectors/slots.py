@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from qcap import kernels
-from qcap.connectors.streams import to_device
+from qcap.connectors.transfer import to_device
 from qcap.errors import ShapeError
 from qcap.kernels import PageTable
 

@@ -1,17 +1,71 @@
-"""Three streams of one device: the compute stream, one for loads and one for stores. On the CPU there are none, and every call is a no-op.
-
-The device's module (``torch.cuda``, ``torch.xpu``, ``torch.musa``) is looked up by the device's type, or given: then a test sees who
-waits for whom on a machine without the device. Nothing here makes the host wait.
-"""
+"""Who waits for whom on the device: streams and events between them. The host waits for nothing here."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol, cast
 
 import torch
 
 from qcap.errors import ConfigError
+
+
+class Streams(Protocol):
+    """A compute stream, which is whatever is current where it is asked for, a load stream and a store stream; and one between staging and
+    pages, for loads whose copies and scatters are to overlap.
+
+    Work queued in ``with streams.on(stream)`` goes to that stream. An event says when all that a stream was given before is done; its
+    ``query()`` tells that without waiting. On a device without streams all of them are None, and work is done when it is queued.
+    """
+
+    @property
+    def load(self) -> Any:
+        """Host to pages, or to staging."""
+
+    @property
+    def pages(self) -> Any:
+        """Staging to pages."""
+
+    @property
+    def store(self) -> Any:
+        """Pages to host."""
+
+    def compute(self) -> Any:
+        """The stream that the calling thread queues work on."""
+
+    def record(self, stream: Any, event: Any = None) -> Any:
+        """An event behind all that ``stream`` was given so far: a new one, or ``event`` used again (who waits for it already still waits
+        for what it stood for then)."""
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """``stream`` goes on only when ``event`` is over. The host does not wait."""
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """What is queued inside goes to ``stream``."""
+
+
+class NullStreams:
+    """The CPU: everything happens in order, when it is called."""
+
+    load: Any = None
+    store: Any = None
+    pages: Any = None
+
+    def compute(self) -> Any:
+        """None."""
+        return None
+
+    def record(self, stream: Any, event: Any = None) -> Any:
+        """None: it is over."""
+        return None
+
+    def wait(self, stream: Any, event: Any) -> None:
+        """Nothing to wait for."""
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """Here."""
+        return nullcontext()
 
 
 def device_module(device: torch.device) -> Any:
@@ -28,45 +82,67 @@ def device_module(device: torch.device) -> Any:
     return module
 
 
-def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """``tensor`` on ``device``, without waiting for it: from pageable memory CUDA would."""
-    if device.type == "cuda" and tensor.device.type == "cpu" and tensor.numel():
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
-
-
-class Streams:
-    """The streams of one connector.
+class DeviceStreams:
+    """Streams of their own on ``device``, beside the current one.
 
     Args:
         device: where the pages are.
-        module: stands in for the device's own module.
+        module: stands in for the device's own (``torch.cuda``, ``torch.xpu``, ``torch.musa``): then a test sees who waits for whom on a
+            machine without the device.
+
+    Raises:
+        ConfigError: as :func:`device_module`.
     """
 
     def __init__(self, device: torch.device, module: Any = None) -> None:
-        self.device = device
-        self.module = device_module(device) if module is None else module
-        self.load: Any = None if self.module is None else self.module.Stream(device=device)
-        self.store: Any = None if self.module is None else self.module.Stream(device=device)
+        self.device, self._module = device, device_module(device) if module is None else module
+        self.load: Any = self._module.Stream(device=device)
+        self.store: Any = self._module.Stream(device=device)
 
-    def current(self) -> Any:
-        """The stream that compute is queued on now; None on the CPU."""
-        return None if self.module is None else self.module.current_stream(self.device)
+    @cached_property
+    def pages(self) -> Any:
+        """See :class:`Streams`; made when it is first asked for."""
+        return self._module.Stream(device=self.device)
 
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """What is queued inside goes to ``stream``."""
-        return nullcontext() if stream is None else self.module.stream(stream)
+    def compute(self) -> Any:
+        """The current stream of the calling thread on this device."""
+        return self._module.current_stream(self.device)
 
-    def mark(self, stream: Any) -> Any:
-        """An event after all that ``stream`` has been given so far; None on the CPU."""
-        if stream is None:
-            return None
-        event = self.module.Event()
+    def record(self, stream: Any, event: Any = None) -> Any:
+        """See :class:`Streams`."""
+        event = self._module.Event() if event is None else event
         event.record(stream)
         return event
 
-    @staticmethod
-    def wait(stream: Any, event: Any) -> None:
-        """What ``stream`` is given from now on waits for ``event``; the host does not."""
-        if stream is not None and event is not None:
+    def wait(self, stream: Any, event: Any) -> None:
+        """See :class:`Streams`."""
+        if event is not None:
             stream.wait_event(event)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """See :class:`Streams`."""
+        return cast(AbstractContextManager[Any], self._module.stream(stream))
+
+
+class CudaStreams(DeviceStreams):
+    """Those of a CUDA device."""
+
+    @cached_property
+    def pages(self) -> Any:
+        """Of high priority: a scatter is short, and behind compute's blocks that wait for a multiprocessor it would hold up copies."""
+        return self._module.Stream(device=self.device, priority=-1)
+
+    def record(self, stream: Any, event: Any = None) -> Any:
+        """See :class:`Streams`."""
+        if event is not None:
+            event.record(stream)
+            return event
+        with torch.cuda.device(self.device):
+            return super().record(stream)
+
+
+def streams_for(device: torch.device, module: Any = None) -> Streams:
+    """The streams of a device; ``module`` as for :class:`DeviceStreams`."""
+    if module is None and device.type == "cpu":
+        return NullStreams()
+    return CudaStreams(device) if module is None and device.type == "cuda" else DeviceStreams(device, module)

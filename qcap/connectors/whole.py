@@ -82,7 +82,7 @@ class ChunkConnector(Connector):
             shape = (self.table.num_planes, self.num_layers, end - start, self.hidden)
             if tuple(value.shape) != shape or value.dtype != self.table.dtype:
                 raise ShapeError(f"chunk {index}: wanted {shape} of {self.table.dtype}, got {tuple(value.shape)} of {value.dtype}")
-        return [(group, [objects[i] for i in group.chunks]) for group in self._groups(spans, slots, self.streams.current())]
+        return [(group, [objects[i] for i in group.chunks]) for group in self._groups(spans, slots, self.streams.compute())]
 
 
 @register("vllm", "cuda", "xpu", v3=True)

@@ -13,6 +13,7 @@ Chunks that lie in page-locked memory of this process need no fetching: :class:`
 :class:`LayerwiseEngine` puts generators on top, by token ids, with fixed yield counts: L + 2 to retrieve, L + 1 to store.
 """
 
+from qcap.connectors.streams import CudaStreams, DeviceStreams, NullStreams, Streams, device_module, streams_for
 from qcap.layerwise.connector import HostPool, LayerConnector
 from qcap.layerwise.engine import LayerwiseEngine, leading_mask, masked_tokens
 from qcap.layerwise.fetch import ChunkFailed, LayerFetch, LayerMissing, LazyReader, ReaderFetch, open_readers
@@ -21,12 +22,12 @@ from qcap.layerwise.load import LayerwiseLoad, LoadBatch, LoadGear, Span
 from qcap.layerwise.parts import merged
 from qcap.layerwise.resting import EarlyCopies, RestingPipe, RestingSpan
 from qcap.layerwise.save import LayerSink, LayerwiseStore
-from qcap.layerwise.streams import CudaStreams, NullStreams, Streams, streams_for
 
 __all__ = [
     "BackendLayers",
     "ChunkFailed",
     "CudaStreams",
+    "DeviceStreams",
     "EarlyCopies",
     "HostPool",
     "LayerConnector",
@@ -47,6 +48,7 @@ __all__ = [
     "RestingSpan",
     "Span",
     "Streams",
+    "device_module",
     "layer_major",
     "leading_mask",
     "masked_tokens",

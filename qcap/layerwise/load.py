@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from qcap.connectors.streams import Streams
 from qcap.errors import ConfigError, QcapError, ShapeError, StepOrderError
 from qcap.layerwise.connector import HostPool, LayerConnector, check_blocks
 from qcap.layerwise.fetch import ChunkFailed, LayerFetch
-from qcap.layerwise.streams import Streams
 
 logger = logging.getLogger("qcap.layerwise")
 

@@ -25,10 +25,10 @@ from typing import Any
 
 import torch
 
+from qcap.connectors.streams import Streams
 from qcap.errors import ConfigError, ShapeError, StepOrderError
 from qcap.layerwise.connector import LayerConnector
 from qcap.layerwise.parts import Part, Piece, cut, pieces_of
-from qcap.layerwise.streams import Streams
 from qcap.store.tiers import Lease, Resting
 
 logger = logging.getLogger("qcap.layerwise")

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 
 import torch
 
+from qcap.connectors.streams import Streams
 from qcap.errors import ConfigError, ShapeError, StepOrderError
 from qcap.layerwise.connector import HostPool, LayerConnector, check_blocks
-from qcap.layerwise.streams import Streams
 
 logger = logging.getLogger("qcap.layerwise")
 

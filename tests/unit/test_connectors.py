@@ -49,9 +49,9 @@ from qcap.connectors import (
     register,
 )
 from qcap.connectors.slots import BlockPlan, MaskedPlan, RowPlan, block_plan, plan
-from qcap.connectors.streams import Streams, device_module
 from qcap.errors import ConfigError, QcapError, ShapeError, Unsupported
 from qcap.geometry import Rope
+from qcap.layerwise import device_module, streams_for
 
 T2D, TWO_TD, MLA = LayerFormat.KV_T2D, LayerFormat.KV_2TD, LayerFormat.KV_MLA
 
@@ -550,7 +550,7 @@ def test_three_streams():  # L14
 def test_a_device_that_torch_does_not_know():
     assert device_module(torch.device("cpu")) is None and device_module(torch.device("cuda")) is torch.cuda
     with pytest.raises(ConfigError, match=r"no streams for device 'privateuseone' here: import its plug-in"):
-        Streams(torch.device("privateuseone"))
+        streams_for(torch.device("privateuseone"))
 
 
 @pytest.mark.parametrize("cls", [PagedConnector, MusaConnector, SGLangConnector])
