@@ -201,7 +201,7 @@ class QcapConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """vLLM gave the request its blocks."""
-        self._guarded("following a request", None, lambda s: s.allocated(request, num_external_tokens))
+        self._guarded("following a request", None, lambda s: s.allocated(request, num_external_tokens, blocks))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         """What the workers must know of this step."""

@@ -29,8 +29,9 @@ RETRY_LOAD_S = 60.0
 MAX_BAD = 1 << 16
 MATCH_CHUNKS = 32
 """So many chunks are looked for before a worker is told of those that are there: it can begin with them."""
-PROBES_CHEAP, PROBES = 256, 4
-"""Where a salt's first chunk is missing, so many chunks are asked for one by one, and then every 2nd, 4th, ...: a round trip each."""
+PROBES_CHEAP, PROBES = 32, 4
+"""Where a salt's first chunk is missing, so many chunks are asked for one by one, then every 2nd, 4th, ..., and the last: a round trip
+each."""
 
 
 class EarlyLoads(Protocol):
@@ -77,6 +78,7 @@ class _Followed:
     loading: tuple[str, ...] = ()  # digests of the chunks of its last load
     computed: int = 0  # the furthest position ever scheduled: vLLM's own count is 0 while a request is preempted
     admitted: bool = False  # scheduled at least once, so the worker knows it
+    arrived_in: int = -1  # the step that had been planned when it arrived, and what vLLM had cached under its salt was forgotten
     told_early: bool = False  # of its load; if there are no blocks for it then, copying in vain again and again would do no good
 
 
@@ -124,6 +126,7 @@ class SchedulerSide:
         self._block_pool: Any = None
         self._discards_counted = False  # by this engine, as async_tokens_to_discard of a request
         self._bad: dict[tuple[str, str], float] = {}  # (salt, digest) -> when a load of it failed
+        self._in_place: dict[str, int] = {}  # salt of an edit -> the last step that computed something in its place
 
     # ---- edits --------------------------------------------------------------------------------------------------------------------
 
@@ -137,6 +140,7 @@ class SchedulerSide:
         followed = self._follow(request)
         if followed.skip or not followed.salt:
             return
+        followed.arrived_in = self._number
         followed.is_edit = self._is_edit(followed)
         if not followed.is_edit:
             return
@@ -151,9 +155,12 @@ class SchedulerSide:
     def _is_edit(self, followed: _Followed) -> bool:
         """Whether the first stored chunk of this sequence under its salt is an edit's; True if that cannot be told. If none is stored, the
         salt is a tenant's."""
+        token_ids = list(followed.request.all_token_ids)
         try:
             for number in self._probes(followed):
-                chunk = self._chunks(followed, number + 1)[number]
+                if number >= len(followed.chunks):
+                    self._chunks(followed, 2 * number + 1, token_ids)
+                chunk = followed.chunks[number]
                 keys = self._parts.keys(CacheKind.KV, chunk.digest, followed.salt)
                 text = self._store().edit_of(keys[0]) if number == 0 else None  # most often that is all there is to ask
                 if text is None:
@@ -168,24 +175,49 @@ class SchedulerSide:
         return False
 
     def _probes(self, followed: _Followed) -> Iterator[int]:
-        """Numbers of the chunks to ask for. An edit's first chunk may be lost, or its storing have been cut off: the last comes first."""
+        """Numbers of the chunks to ask for. An edit's first chunk may be lost; where its storing was cut off, its last ones are there."""
         number, whole = 0, len(followed.request.all_token_ids) // self._config.chunk_size
         singly = PROBES_CHEAP if self._store().cheap_contains else PROBES
         while number < whole:
             yield number
-            number += 1 if number < singly else number
+            last, number = number, number + (1 if number < singly else number)
+        if whole and last < whole - 1:
+            yield whole - 1
 
-    def _bar_half_edits(self, followed: _Followed, matched: int) -> None:
+    def _bar_half_edits(self, followed: _Followed, matched: int, limit: int) -> None:
         """What is computed between, or instead of, an edit's chunks is not the edit's: it must not be stored under its salt. What is
-        computed behind all of them may."""
+        computed behind all of them may.
+
+        Args:
+            matched: chunks that are stored, from the first on.
+            limit: tokens that can be loaded at most: vLLM computes the last one, and its block.
+        """
+        size = self._config.chunk_size
         chunks, extent = self._chunks(followed), extent_of(followed.edit)
         covered = extent.covered(chunks)
         wanted = max(followed.edit_from + 1, covered or 0)  # one of them has been seen, whatever the text says
         rest = [key for chunk in chunks[matched:] for key in self._parts.keys(CacheKind.KV, chunk.digest, followed.salt)]
-        if matched < wanted or any(self._store().contains(rest)) or not self._is_edits(followed, chunks[wanted - 1]):
+        short = not followed.edit or min(matched * size, limit) < wanted * size  # without a text nothing is known of how far it goes
+        if short or any(self._store().contains(rest)) or not self._is_edits(followed, chunks[wanted - 1]):
             followed.bar, followed.whole = followed.bar or "edit-not-loaded", 0
         else:
-            followed.whole = wanted * self._config.chunk_size if wanted == extent.count(self._config.chunk_size) else 0
+            followed.whole = wanted * size if wanted == extent.count(size) else 0
+
+    def _bar_what_follows(self, followed: _Followed) -> None:
+        """A request goes on from vLLM's own blocks. What was there under its salt was forgotten when it arrived; since then someone may
+        have computed rows in the edit's place."""
+        if followed.is_edit and followed.local and self._in_place.get(followed.salt, -2) >= followed.arrived_in:
+            followed.bar = followed.bar or "edit-not-loaded"
+
+    def _computes_in_place(self, followed: _Followed, block_ids: Iterable[int], step: int) -> None:
+        """A request of an edit's salt computes what is not the edit's. vLLM puts its blocks into its prefix cache as it schedules
+        it: they are taken out again, and who got some meanwhile is barred when it is matched."""
+        self._in_place[followed.salt] = step
+        if self._block_pool is not None:
+            self._block_pool.evict_blocks(set(block_ids))
+        if len(self._in_place) > MAX_BAD:
+            alive = {f.salt for f in self._followed.values()}
+            self._in_place = {salt: last for salt, last in self._in_place.items() if salt in alive}
 
     def _is_edits(self, followed: _Followed, chunk: TokenChunk) -> bool:
         """Whether ``chunk``, which is stored, is the edit's own: an engine may have filled the place of one that was lost."""
@@ -228,20 +260,21 @@ class SchedulerSide:
         followed.local, followed.load, followed.whole = local_tokens, None, 0
         if local_tokens:
             followed.loaded_in = -1  # it goes on from vLLM's blocks, whoever computed them
+        if followed.salt and not followed.skip and (followed.is_edit is None or (followed.is_edit and not followed.edit)):
+            followed.is_edit = self._is_edit(followed)  # not told of its arrival, or the store was away
+            if followed.is_edit and followed.salt in self._failed_salts:
+                followed.bar = followed.bar or "load-failed"
+        self._bar_what_follows(followed)
         policy = self._config.load
         if policy == "off" or followed.skip or (policy == "salted" and not followed.salt) or request.request_id in self._load_failed:
             return 0
         limit = (len(request.all_token_ids) - 1) // self._block_size * self._block_size
-        if limit <= local_tokens:
+        if limit <= local_tokens and not followed.is_edit:
             return 0
         try:
             stored = self._match(followed, local_tokens, limit)
-            if followed.is_edit is None or (followed.is_edit and not followed.edit):  # not told of its arrival, or the store was away
-                followed.is_edit = bool(followed.salt) and self._is_edit(followed)
-                if followed.is_edit and followed.salt in self._failed_salts:
-                    followed.bar = followed.bar or "load-failed"
             if followed.is_edit:
-                self._bar_half_edits(followed, stored)
+                self._bar_half_edits(followed, stored, limit)
         except QcapError as error:
             logger.warning("the store cannot be asked, request %s is computed in full: %s", request.request_id, error)
             if followed.is_edit:
@@ -290,13 +323,15 @@ class SchedulerSide:
             self._discards_counted = self._discards_counted or hasattr(request, "async_tokens_to_discard")
         return followed
 
-    def allocated(self, request: Any, external_tokens: int) -> None:
-        """vLLM gave the request blocks; ``external_tokens`` of them are ours to fill."""
+    def allocated(self, request: Any, external_tokens: int, blocks: Any = None) -> None:
+        """vLLM gave the request ``blocks`` (its KVCacheBlocks); ``external_tokens`` of them are ours to fill."""
         followed = self._follow(request)
         if external_tokens > 0:
             followed.load = (followed.local, followed.local + external_tokens)
         elif followed.is_edit and not followed.local:
             followed.bar = followed.bar or "edit-not-loaded"  # vLLM refused the load: the request wants all of it computed
+        if followed.is_edit and followed.bar:  # the next request may be matched before this step is planned
+            self._computes_in_place(followed, () if blocks is None else blocks.get_block_ids()[self._group], self._number + 1)
 
     # ---- one step -----------------------------------------------------------------------------------------------------------------
 
@@ -365,6 +400,8 @@ class SchedulerSide:
             first, last = 0 if admitted else start // size * per_chunk, -(-end // n)
             blocks = followed.block_ids[first:last]
             skip = followed.skip or followed.bar
+            if followed.bar and followed.is_edit:
+                self._computes_in_place(followed, followed.block_ids, self._number)
             if not skip and len(blocks) != last - first:
                 skip = "block-table-unknown"
             requests.append(request_step((followed.uid, request_id, followed.salt, start, end, first, blocks, admitted, skip)))

@@ -599,7 +599,7 @@ def test_what_asking_costs():
     rig.store.headers = rig.store.asked = 0
     rig.side.arrived(salted("t", salt="tenant"))
     assert (rig.store.headers, rig.store.asked) == (1, 0), "a tenant's: its first chunk is there, and no edit"
-    for cheap, most in ((True, scheduler_module.PROBES_CHEAP + 3), (False, scheduler_module.PROBES + 8)):
+    for cheap, most in ((True, scheduler_module.PROBES_CHEAP + 6), (False, scheduler_module.PROBES + 9)):
         rig.store.cheap_contains, rig.store.asked = cheap, 0
         rig.side.arrived(salted(f"t{cheap}", range(900, 900 + 1000 * CH), "new tenant"))
         assert 0 < rig.store.asked <= most
@@ -811,3 +811,118 @@ def test_only_what_is_looked_for_is_hashed(monkeypatch):
     rig, request = Rig(), make_request(prompt=range(9 * CH))
     assert rig.side.matched_tokens(request, 0) == 0
     assert len(rig.side._followed["a"].chunks) == 2, "nothing is stored: the rest need not be known"
+
+
+# ---- an edit's neighbours -----------------------------------------------------------------------------------------------------------
+
+
+def go_on(rig, request, local, *, blocks=(20, 21, 22, 23, 24, 25, 26), computed=None):
+    """Match and admit a request that found ``local`` tokens in vLLM's own blocks; why nothing of it may be stored."""
+    matched = rig.side.matched_tokens(request, local)
+    rig.side.allocated(request, matched, SimpleNamespace(get_block_ids=lambda: (list(blocks),)))
+    start = local + matched if computed is None else computed
+    total = len(request.all_token_ids)
+    (planned,) = rig.step(new=[(request, list(blocks)[: -(-total // N)], start)], scheduled={request.request_id: total - start}).requests
+    return planned.skip
+
+
+@pytest.mark.parametrize("suffix", [26, 40])
+@pytest.mark.parametrize("how", ["lost", "refused", "short"])
+def test_who_goes_on_from_rows_in_an_edits_place_is_barred_too(how, suffix):
+    """A computes in the edit's place; B arrived before that, and finds A's blocks in vLLM's prefix cache."""
+    rig = edited_rig()
+    first, second = salted("a", range(24 if how == "short" else 26)), salted("b", range(suffix))
+    rig.side.arrived(first)
+    rig.side.arrived(second)
+    if how == "lost":
+        lose(rig, 2)
+    matched = rig.side.matched_tokens(first, 0)
+    assert matched == {"lost": 16, "refused": 24, "short": 20}[how]
+    rig.side._block_pool.evicted.clear()
+    rig.side.allocated(first, 0 if how == "refused" else matched, SimpleNamespace(get_block_ids=lambda: ([4, 5, 6, 7, 8, 9, 10],)))
+    assert rig.side._block_pool.evicted == {4, 5, 6, 7, 8, 9, 10}, "nobody is to find them"
+    local = 24  # in the very same pass, before the step is planned
+    rig.side.matched_tokens(second, local)
+    assert rig.side._followed["b"].bar == "edit-not-loaded"
+    total = len(first.all_token_ids)
+    (planned,) = rig.step(new=[(first, [4, 5, 6, 7, 8, 9, 10][: -(-total // N)], 0)], scheduled={"a": total}).requests
+    assert planned.skip == "edit-not-loaded"
+    assert go_on(rig, second, local) == "edit-not-loaded"
+
+
+def test_who_arrives_after_them_is_believed():
+    rig = edited_rig()
+    first = salted("a")
+    rig.side.arrived(first)
+    assert go_on(rig, first, 0, computed=0) == ""  # the whole edit, loaded
+    second = salted("b")
+    rig.side.arrived(second)
+    assert go_on(rig, second, 24) == "", "the blocks of one that loaded the whole edit"
+    third = salted("c")
+    rig.side.arrived(third)
+    rig.side.matched_tokens(third, 0)
+    rig.side.allocated(third, 0)  # vLLM refused its load
+    rig.step(new=[(third, [1, 2, 3, 4, 5, 6, 7], 0)], scheduled={"c": 26})
+    rig.side.finished(third)
+    fourth = salted("d")
+    rig.side.arrived(fourth)  # what the third left is forgotten now
+    assert go_on(rig, fourth, 0) == ""
+    fifth = salted("f")
+    rig.step()
+    rig.side.arrived(fifth)
+    assert go_on(rig, fifth, 24) == ""
+
+
+def test_as_long_as_someone_computes_in_an_edits_place_its_blocks_are_not_to_be_found():
+    rig = edited_rig()
+    lose(rig, 1)
+    request = salted("a")
+    rig.side.arrived(request)
+    assert go_on(rig, request, 0) == "edit-not-loaded"
+    rig.side._block_pool.evicted.clear()
+    request.all_token_ids.append(77)
+    rig.step(cached=[(request, [30], 26)], scheduled={"a": 1})
+    assert {20, 30} <= rig.side._block_pool.evicted and rig.side._in_place["e"] == 2
+    late = salted("b")
+    rig.side.arrived(late)
+    rig.store.keys.update(rig.parts.keys(CacheKind.KV, EDIT[1].digest, "e"))  # stored again
+    rig.step(cached=[(request, None, 27)], scheduled={"a": 1})
+    assert go_on(rig, late, 8) == "edit-not-loaded", "the first one goes on, and so may its blocks"
+
+
+@pytest.mark.parametrize("length", [24, 25, 28])
+def test_a_prompt_that_ends_with_the_edit_computes_its_last_block(length):
+    rig = edited_rig()
+    assert bar_of(rig, range(length)) == (("edit-not-loaded", 20) if length == 24 else ("", 24))
+
+
+def test_an_edit_whose_text_cannot_be_read_is_not_gone_on_from(monkeypatch):
+    rig = edited_rig()
+
+    def gone(key):
+        raise StoreUnavailable("gone away")
+
+    monkeypatch.setattr(rig.store, "edit_of", gone, raising=False)
+    assert bar_of(rig) == ("edit-not-loaded", 24)
+
+
+def test_the_last_chunk_tells_of_an_edit_whose_storing_was_cut_off():
+    rig = edited_rig()
+    ids = range(8 * CH)
+    chunks = ChunkedTokenDatabase(CH).chunks(ids)
+    rig.store.keys, rig.store.edits, rig.store.cheap_contains = set(), {}, False
+    for chunk in chunks[5:]:
+        for key in rig.parts.keys(CacheKind.KV, chunk.digest, "e"):
+            rig.store.keys.add(key)
+            rig.store.edits[key] = UNTOLD
+    assert bar_of(rig, range(8 * CH + 2))[0] == "edit-not-loaded"
+
+
+def test_a_tenants_neighbours_are_left_alone():
+    rig = edited_rig()
+    rig.put(range(24), salt="tenant")
+    for name in ("a", "b"):
+        request = salted(name, salt="tenant")
+        rig.side.arrived(request)
+        assert go_on(rig, request, 24 if name == "b" else 0, computed=0) == ""
+    assert not rig.side._in_place
