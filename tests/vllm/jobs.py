@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import time
+from pathlib import Path
 from typing import Any
 
 
@@ -453,5 +454,51 @@ def consumer(p: dict[str, Any]) -> dict[str, Any]:
         "features": len(side.capture.features),
         "piecewise": [piecewise(value) for value in (None, True, "TRUE", "off", "perhaps")],
     }
+    close(llm)
+    return found
+
+
+def edits_beside_others(p: dict[str, Any]) -> dict[str, Any]:
+    """An edit, asked for at once with a request that computes in its place: because vLLM refuses its load, because it ends with the edit,
+    and because a chunk was lost. Tokens and loaded tokens of each, and the receipts' skipped kinds."""
+    import qcap
+    import qcap.vllm
+    from qcap.errors import CaptureEmpty
+    from qcap.kinds import CacheKind
+    from qcap.store.verify import verify_store
+    from qcap.tokens import ChunkedTokenDatabase, chunk_key
+
+    llm, ids, n, size = build(p), p["ids"], p["n"], 32
+    whole = (len(ids) - 1) // size * size
+
+    def both(first: dict[str, Any], salt: str) -> list[dict[str, Any]]:
+        outputs = generate(llm, [{"ids": ids, "n": 2, "salt": salt, **first}, {"ids": ids, "n": n, "salt": salt}])
+        found = []
+        for output, one in zip(outputs, told(outputs), strict=True):
+            try:
+                skipped = qcap.vllm.receipt([output]).skipped
+            except CaptureEmpty as error:
+                skipped = {"nothing": str(error)}
+            found.append({"tokens": one["tokens"], "cached": one["cached"], "skipped": {str(k): v for k, v in skipped.items()}})
+        return found
+
+    (cold,) = generate(llm, [{"ids": ids, "n": n}])
+    qcap.vllm.receipt([cold])
+    found: dict[str, Any] = {"cold": told([cold])[0]["tokens"]}
+    with qcap.connect(p["store"], model=p["model"]) as ctx:
+        edited = ctx.retrieve(ids[:whole]) * 0.25
+        for salt in ("alone", "refused", "short", "lost"):
+            assert ctx.store(edited, ids[:whole], salt=salt)
+        (served,) = generate(llm, [{"ids": ids, "n": n, "salt": "alone"}])
+        found["alone"] = told([served])[0]["tokens"]
+        found["refused"] = both({"params": {"prompt_logprobs": 1}}, "refused")
+        found["short"] = both({"ids": ids[:whole]}, "short")
+        digest = ChunkedTokenDatabase(size).chunks(ids)[3].digest
+        name = chunk_key(CacheKind.KV, ctx.geometry, digest, "lost").fingerprint()
+        lost = Path(p["store"].removeprefix("file://")) / "objects" / name[:2] / f"{name}.safetensors"
+        lost.unlink()
+        found["lost"] = both({}, "lost")
+        found["filled"] = lost.exists()
+    found["broken"] = [edit.salt for edit in verify_store(p["store"]).broken_edits]
     close(llm)
     return found

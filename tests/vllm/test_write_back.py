@@ -117,3 +117,23 @@ def test_go_on_from_edited_caches(kind: str, tmp_path: Path) -> None:
 
     assert found["state"]["ring_held"] == 0 and found["state"]["tracks"] == 0
     assert found["state"]["counters"].get("load.failed", 0) == 0 and found["state"]["counters"].get("errors", 0) == 0
+
+
+def test_an_edit_is_served_whole_whoever_is_served_beside_it(tmp_path: Path) -> None:
+    """vLLM's prefix cache hands the blocks of one request to the next. What one computes in an edit's place reaches nobody else;
+    nothing of it is stored under the edit's salt."""
+    model = str(tiny_model_path("llama"))
+    (ids,) = jobs.make_prompts([TOKENS], 1000, seed=7)
+    engine = {"max_num_batched_tokens": 128, "enable_prefix_caching": True}
+    job = {"model": model, "store": f"file://{tmp_path}/store", "ids": ids, "n": NEW, "engine": engine}
+    found = run_in_process(jobs.edits_beside_others, job)
+    edited = found["alone"]
+    assert edited != found["cold"], "this model must tell the caches apart, or the test shows nothing"
+    for how in ("refused", "short"):
+        first, second = found[how]
+        assert second["tokens"] == edited, f"{how}: served from rows that are not the edit's"
+        assert second["cached"] == 224 and "edit-not-loaded" not in str(second["skipped"])
+        assert "edit-not-loaded" in str(first["skipped"])
+    for one in found["lost"]:
+        assert "edit-not-loaded" in str(one["skipped"])
+    assert not found["filled"] and found["broken"] == ["lost"]
