@@ -41,7 +41,7 @@ class Extent:
 
 def with_extent(text: str, chunks: Sequence[TokenChunk]) -> str:
     """``text`` (see ``ChunkRecord.edit``), if it is a JSON object, with the list of the edit's chunks; any other text as it is."""
-    told = _object(text)
+    told = json_object(text)
     if told is None:
         return text
     return json.dumps({**told, CHUNKS_NAME: "".join(chunk.digest[:MARK_CHARS] for chunk in chunks)}, sort_keys=True)
@@ -49,7 +49,7 @@ def with_extent(text: str, chunks: Sequence[TokenChunk]) -> str:
 
 def extent_of(text: str) -> Extent:
     """What ``text`` says; nothing, if it is not what qcap writes."""
-    told = _object(text) or {}
+    told = json_object(text) or {}
     marks, kept = told.get(CHUNKS_NAME), told.get("kept")
     if not isinstance(marks, str) or len(marks) % MARK_CHARS:
         marks = ""
@@ -65,11 +65,12 @@ def same_edit(one: str, other: str) -> bool:
 
 
 def _without(text: str) -> Any:
-    told = _object(text)
+    told = json_object(text)
     return text if told is None else {name: value for name, value in told.items() if name != CHUNKS_NAME}
 
 
-def _object(text: str) -> dict[str, Any] | None:
+def json_object(text: str) -> dict[str, Any] | None:
+    """The JSON object that ``text`` is, if it is one."""
     try:
         told = json.loads(text)
     except (ValueError, RecursionError):

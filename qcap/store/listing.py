@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 from qcap.kinds import CacheKind
 from qcap.store.buckets import Entry
 from qcap.store.chunkfile import ChunkHeader
+from qcap.store.extents import json_object
 from qcap.store.objects import ObjectTier, is_object_path
 
 _THREADS = 16
@@ -87,8 +87,5 @@ def _salted(tier: ObjectTier, path: str) -> ChunkHeader | Exception | None:
 
 def _edit_name(text: str) -> str:
     """The name in an edit's description; its beginning, if it is none of qcap's own."""
-    try:
-        name = json.loads(text)["name"]
-    except (ValueError, TypeError, KeyError):
-        name = None
+    name = (json_object(text) or {}).get("name")
     return name if isinstance(name, str) and name else text[:40]

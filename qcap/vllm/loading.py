@@ -217,9 +217,7 @@ class LayerLoads:
         try:
             self._extend(early, salt, start, end, chunks, token_ids)
         except Exception as error:
-            logger.debug("a load is not begun early: %s: %s", type(error).__name__, error)
-            del self._early[uid]
-            self._pipe.drop(early.copies)
+            self._give_up_early(uid, error)
             return False
         return True
 
@@ -230,9 +228,11 @@ class LayerLoads:
             try:
                 self._pipe.fill(early.copies)
             except Exception as error:
-                logger.debug("a load is not begun early: %s: %s", type(error).__name__, error)
-                del self._early[uid]
-                self._pipe.drop(early.copies)
+                self._give_up_early(uid, error)
+
+    def _give_up_early(self, uid: int, error: Exception) -> None:
+        logger.debug("a load is not begun early: %s: %s", type(error).__name__, error)
+        self._pipe.drop(self._early.pop(uid).copies)
 
     def forget_early(self) -> None:
         """No load of the next step was told of."""

@@ -284,21 +284,22 @@ class SchedulerSide:
 
     def _match(self, followed: _Followed, local_tokens: int, limit: int) -> int:
         """How many chunks are stored, from the first on, of those that hold tokens below ``limit``."""
-        size, early = self._config.chunk_size, self._early
+        size, early = self._config.chunk_size, None if followed.told_early else self._early
         wanted, stored, told = -(-limit // size), 0, local_tokens
-        tells = early is not None and not followed.told_early
         token_ids = list(followed.request.all_token_ids)
         while stored < wanted:
             upto = min(stored + MATCH_CHUNKS, wanted)
             chunks = self._chunks(followed, upto, token_ids)
             stored += self._stored_chunks(chunks[stored:upto], followed.salt)
             end = min(stored * size, limit)
-            if tells and early is not None and end > told:
+            if early is not None and end > told:
                 followed.told_early = True
-                tells, told = early.more(followed.uid, followed.salt, told, end, chunks, token_ids), end
+                if not early.more(followed.uid, followed.salt, told, end, chunks, token_ids):
+                    early = None
+                told = end
             if stored < upto:
                 break
-        if tells and early is not None and told > local_tokens:
+        if early is not None and told > local_tokens:
             early.told(followed.uid)
         return stored
 

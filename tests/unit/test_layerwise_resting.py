@@ -109,6 +109,15 @@ class Bench:
         self.pipe.end()
         return seen
 
+    def check(self, bounds: list[tuple[int, int]], before: list[torch.Tensor], seen: list[torch.Tensor]) -> None:
+        """Positions ``bounds`` hold the chunks' rows, the others what was there ``before``; so each layer's computation ``seen`` it."""
+        for layer in range(self.layers):
+            wanted = before[layer].clone()
+            for start, end in bounds:
+                wanted[:, start:end] = self.shelf.rows[:, layer, start:end]
+            assert torch.equal(seen[layer], wanted), f"layer {layer} was computed before its rows were there"
+            assert torch.equal(rows_of(self.table, self.blocks, layer), wanted)
+
 
 def copies(bench: Bench) -> int:
     return sum(entry[0] == "copy" for entry in bench.streams.trace) // 2
@@ -159,12 +168,7 @@ def test_equals_a_plain_scatter(seed: int) -> None:  # L17 L42 L47
         seen = bench.run([bench.span(*bound) for bound in bounds])
         bench.streams.run()
         assert bench.pipe.failure is None
-        for layer in range(layers):
-            wanted = before[layer].clone()
-            for start, end in bounds:
-                wanted[:, start:end] = bench.shelf.rows[:, layer, start:end]
-            assert torch.equal(seen[layer], wanted), f"layer {layer} was computed before its rows were there"
-            assert torch.equal(rows_of(bench.table, bench.blocks, layer), wanted)
+        bench.check(bounds, before, seen)
     bench.pipe.poll()
     assert bench.shelf.lent() == 0 and bench.pipe.leases_held == 0
     bench.shelf.forget()
@@ -489,12 +493,7 @@ def test_copies_that_begin_early(seed: int) -> None:  # L14 L17 L42
                 bench.pipe.drop(one)
         bench.streams.run()
         assert bench.pipe.failure is None
-        for layer in range(layers):
-            wanted = before[layer].clone()
-            for start, end in bounds:
-                wanted[:, start:end] = bench.shelf.rows[:, layer, start:end]
-            assert torch.equal(seen[layer], wanted), f"layer {layer} was computed before its rows were there"
-            assert torch.equal(rows_of(bench.table, bench.blocks, layer), wanted)
+        bench.check(bounds, before, seen)
         assert len(bench.pipe._free) == len(bench.pipe._slots) == len(set(map(id, bench.pipe._free))), "every buffer is free again"
     assert came > 0 or len(bench.pipe._slots) == 2
     bench.pipe.poll()

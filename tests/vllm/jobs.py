@@ -99,6 +99,13 @@ def told(outputs: list[Any]) -> list[dict[str, Any]]:
     ]
 
 
+def file_of(store: str, key: Any) -> Path:
+    """Where a ``file://`` store keeps the object of ``key``."""
+    from qcap.store.objects import object_path
+
+    return Path(store.removeprefix("file://")) / object_path(key)
+
+
 def close(llm: Any) -> None:
     """End the engine as a user's process would."""
     llm.llm_engine.engine_core.shutdown()
@@ -122,8 +129,6 @@ def serve(p: dict[str, Any]) -> dict[str, Any]:
 
 def damaged_edit(p: dict[str, Any]) -> dict[str, Any]:
     """An edit with one damaged object: what the engine serves and stores under its salt before and after it is stored again."""
-    from pathlib import Path
-
     import torch
 
     import qcap
@@ -146,7 +151,7 @@ def damaged_edit(p: dict[str, Any]) -> dict[str, Any]:
     backend = open_backend(p["store"])
     ((geometry, _, _),) = backend.manifests(p["model"])
     key = chunk_key(CacheKind.KV, geometry, ChunkedTokenDatabase(size).chunks(ids)[3].digest, "edit")
-    path = Path(p["store"].removeprefix("file://")) / "objects" / key.fingerprint()[:2] / f"{key.fingerprint()}.safetensors"
+    path = file_of(p["store"], key)
     good = path.read_bytes()
     path.write_bytes(good[:-16] + bytes(b ^ 255 for b in good[-16:]))
     for name in ("first", "second"):
@@ -174,8 +179,6 @@ def damaged_edit(p: dict[str, Any]) -> dict[str, Any]:
 def lost_chunks(p: dict[str, Any]) -> dict[str, Any]:
     """Edits that lost a chunk, each under a salt of its own: what is served and told, what is then in the chunk's place, and what is served
     after the edit was stored again."""
-    from pathlib import Path
-
     import torch
 
     import qcap
@@ -195,8 +198,8 @@ def lost_chunks(p: dict[str, Any]) -> dict[str, Any]:
         for number in p["lost"]:
             salt = f"lost-{number}"
             assert ctx.store(edited, ids[:whole], salt=salt)
-            name = chunk_key(CacheKind.KV, ctx.geometry, ChunkedTokenDatabase(size).chunks(ids)[number].digest, salt).fingerprint()
-            path = Path(p["store"].removeprefix("file://")) / "objects" / name[:2] / f"{name}.safetensors"
+            digest = ChunkedTokenDatabase(size).chunks(ids)[number].digest
+            path = file_of(p["store"], chunk_key(CacheKind.KV, ctx.geometry, digest, salt))
             path.unlink()
             (out,) = generate(llm, [{"ids": ids, "n": n, "salt": salt}])
             try:
@@ -339,7 +342,6 @@ def separate_processes(p: dict[str, Any]) -> dict[str, Any]:
 
 def layerwise(p: dict[str, Any]) -> dict[str, Any]:
     """All of ``p["prompts"]`` at once, cold, then again in every way in which their stored KV can be loaded layer by layer."""
-    from pathlib import Path
 
     import qcap.vllm
     from qcap.kinds import CacheKind
@@ -393,7 +395,7 @@ def layerwise(p: dict[str, Any]) -> dict[str, Any]:
     if "damaged" in p["ways"]:
         chunks = ChunkedTokenDatabase(size).chunks(prompts[p["damaged"]])
         key = chunk_key(CacheKind.KV, geometry, chunks[len(chunks) // 2].digest)
-        path = Path(p["store"].removeprefix("file://")) / "objects" / key.fingerprint()[:2] / f"{key.fingerprint()}.safetensors"
+        path = file_of(p["store"], key)
         good = path.read_bytes()
         layer = geometry.chunk_bytes(CacheKind.KV) // geometry.num_layers
         at = len(good) - layer * (geometry.num_layers - 1) - layer // 2  # in the middle of layer 1
@@ -494,8 +496,7 @@ def edits_beside_others(p: dict[str, Any]) -> dict[str, Any]:
         found["refused"] = both({"params": {"prompt_logprobs": 1}}, "refused")
         found["short"] = both({"ids": ids[:whole]}, "short")
         digest = ChunkedTokenDatabase(size).chunks(ids)[3].digest
-        name = chunk_key(CacheKind.KV, ctx.geometry, digest, "lost").fingerprint()
-        lost = Path(p["store"].removeprefix("file://")) / "objects" / name[:2] / f"{name}.safetensors"
+        lost = file_of(p["store"], chunk_key(CacheKind.KV, ctx.geometry, digest, "lost"))
         lost.unlink()
         found["lost"] = both({}, "lost")
         found["filled"] = lost.exists()
