@@ -151,10 +151,13 @@ class LayerConnector(Connector):
         """Queue ``target.copy_(source)`` on the current stream; both contiguous, on the host (page-locked for a GPU) or the device."""
         target.copy_(source, non_blocking=True)
 
-    @torch.inference_mode()  # pages made in inference mode cannot be written outside of it; others can be inside
     def write(self, layer: int, staged: torch.Tensor, blocks: torch.Tensor) -> None:
         """Queue rows ``[planes, T, H]``, contiguous on the device, into the pages of one layer, on the current stream."""
-        block_plan(blocks, self.table).write(self.table, layer, staged)
+        if torch.is_inference_mode_enabled():
+            block_plan(blocks, self.table).write(self.table, layer, staged)
+        else:  # pages made in inference mode cannot be written outside of it; others can be inside
+            with torch.inference_mode():
+                block_plan(blocks, self.table).write(self.table, layer, staged)
 
     def warm_up(self) -> None:
         """Compile what loads of whole blocks launch, so that no load waits for it. No page is touched; the work is queued as any other."""

@@ -104,8 +104,9 @@ def row_scatter_layers(rows: Sequence[torch.Tensor], ring_slots: torch.Tensor, r
 
 def gather_pages(table: PageTable, block_ids: torch.Tensor, out: torch.Tensor, first_layer: int = 0) -> None:
     """Copy blocks of ``out``'s layers out of the pages into ``out`` ``[planes, l, nb*N, H]``. See :mod:`qcap.kernels.paged_copy`."""
-    if table.device.type == "cuda":
-        _launch("paged_copy", "gather_pages", table.device, table, block_ids, out, first_layer)
+    if table.pointers.is_cuda:
+        launcher = _launchers.get("gather_pages") or _launcher("paged_copy", "gather_pages")
+        launcher(table, block_ids, out, first_layer)  # likewise
         return
     checks.paged_copy("gather_pages", table, block_ids, out, first_layer)
     reference.gather_pages(table, block_ids, out, first_layer)
@@ -113,8 +114,9 @@ def gather_pages(table: PageTable, block_ids: torch.Tensor, out: torch.Tensor, f
 
 def scatter_pages(table: PageTable, block_ids: torch.Tensor, source: torch.Tensor, first_layer: int = 0) -> None:
     """The inverse of :func:`gather_pages`: copy ``source`` ``[planes, l, nb*N, H]`` into blocks of its layers' pages."""
-    if table.device.type == "cuda":
-        _launch("paged_copy", "scatter_pages", table.device, table, block_ids, source, first_layer)
+    if table.pointers.is_cuda:
+        launcher = _launchers.get("scatter_pages") or _launcher("paged_copy", "scatter_pages")
+        launcher(table, block_ids, source, first_layer)  # likewise
         return
     checks.paged_copy("scatter_pages", table, block_ids, source, first_layer)
     reference.scatter_pages(table, block_ids, source, first_layer)

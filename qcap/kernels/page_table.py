@@ -24,6 +24,16 @@ class PageTable:
     """
 
     views: Sequence[Sequence[torch.Tensor]]
+    num_layers: int = field(init=False)  # L
+    num_planes: int = field(init=False)  # 2 for K and V, 1 for queries
+    num_blocks: int = field(init=False)  # B
+    heads: int = field(init=False)  # of a token
+    block_size: int = field(init=False)  # N
+    head_size: int = field(init=False)  # D
+    dtype: torch.dtype = field(init=False)  # of the pages
+    device: torch.device = field(init=False)  # of the pages and of ``pointers``
+    strides: tuple[tuple[int, ...], ...] = field(init=False, repr=False)  # (block, head, token, dim) of each plane, in elements
+    one_stride: bool = field(init=False, repr=False)  # whether those of all planes agree
     pointers: torch.Tensor = field(init=False, repr=False)  # int64 [planes, L], on the views' device
     aligned: bool = field(init=False, repr=False)  # every view starts at a multiple of 16 bytes, so the kernel may use wide loads
 
@@ -48,55 +58,26 @@ class PageTable:
                         f"got {got}. "
                         "Likely cause: layers of different KV cache groups need a table each"
                     )
-        object.__setattr__(self, "views", views)
         addresses = [[layer[plane].data_ptr() for layer in views] for plane in range(len(first))]
-        object.__setattr__(self, "pointers", torch.tensor(addresses, dtype=torch.int64, device=first[0].device))
-        object.__setattr__(self, "aligned", all(address % 16 == 0 for row in addresses for address in row))
-
-    @property
-    def num_layers(self) -> int:
-        """L."""
-        return len(self.views)
-
-    @property
-    def num_planes(self) -> int:
-        """Planes of a layer: 2 for K and V, 1 for queries."""
-        return len(self.views[0])
-
-    @property
-    def num_blocks(self) -> int:
-        """B."""
-        return self.views[0][0].shape[0]
-
-    @property
-    def heads(self) -> int:
-        """Heads of a token."""
-        return self.views[0][0].shape[1]
-
-    @property
-    def block_size(self) -> int:
-        """N."""
-        return self.views[0][0].shape[2]
-
-    @property
-    def head_size(self) -> int:
-        """D."""
-        return self.views[0][0].shape[3]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the pages."""
-        return self.views[0][0].dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the pages and of ``pointers``."""
-        return self.views[0][0].device
-
-    @property
-    def strides(self) -> tuple[tuple[int, ...], ...]:
-        """One (block, head, token, dim) a plane, in elements."""
-        return tuple(view.stride() for view in self.views[0])
+        blocks, heads, block_size, head_size = first[0].shape
+        strides = tuple(tuple(view.stride()) for view in first)
+        known = {  # once, not whenever it is asked for: an engine waits for every launch
+            "views": views,
+            "num_layers": len(views),
+            "num_planes": len(first),
+            "num_blocks": blocks,
+            "heads": heads,
+            "block_size": block_size,
+            "head_size": head_size,
+            "dtype": first[0].dtype,
+            "device": first[0].device,
+            "strides": strides,
+            "one_stride": len(set(strides)) == 1,
+            "pointers": torch.tensor(addresses, dtype=torch.int64, device=first[0].device),
+            "aligned": all(address % 16 == 0 for row in addresses for address in row),
+        }
+        for name, value in known.items():
+            object.__setattr__(self, name, value)
 
     def rows_shape(self, num_block_ids: int, num_layers: int | None = None) -> tuple[int, int, int, int]:
         """``[planes, l, nb*N, heads*D]``: the shape that ``num_block_ids`` blocks of ``num_layers`` layers (None: all) gather to."""

@@ -21,14 +21,18 @@ layer. Reference: ``reference/paged_copy.py``. Raises ValueError on a wrong shap
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from qcap.kernels import checks
+from qcap.kernels.launch import Launch
 from qcap.kernels.page_table import PageTable
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WARPS = 4
 
 
 # Not specialised: one kernel for any number of blocks and layers.
@@ -86,6 +90,10 @@ def paged_copy_kernel(
             tl.store(view_ptrs, tl.load(row_ptrs, mask=inside), mask=inside)
 
 
+_launch = Launch(paged_copy_kernel)
+
+
+@functools.cache
 def block_shape(block_size: int, head_size: int) -> tuple[int, int]:
     """(BLOCK_N, BLOCK_D): at most 4096 elements a program."""
     block_d = min(triton.next_power_of_2(head_size), 1024)
@@ -93,36 +101,25 @@ def block_shape(block_size: int, head_size: int) -> tuple[int, int]:
 
 
 def _copy(table: PageTable, block_ids: torch.Tensor, rows: torch.Tensor, first_layer: int, gather: bool) -> None:
-    if rows.numel() == 0 or table.num_blocks == 0:
+    planes, layers, tokens, width = rows.shape
+    if not planes * layers * tokens * width or not table.num_blocks:
         return
-    rows = rows.view(_BITS[rows.element_size()])
-    planes, layers, tokens, _ = rows.shape
+    bits = _BITS[table.dtype.itemsize]
     plane_rows, layer_rows = (layers * tokens, tokens) if rows.is_contiguous() else (tokens, planes * tokens)
-    block_n, block_d = block_shape(table.block_size, table.head_size)
-    tiles = triton.cdiv(table.block_size, block_n) * triton.cdiv(table.head_size, block_d)
+    heads, n, d = table.heads, table.block_size, table.head_size
+    block_n, block_d = block_shape(n, d)
+    tiles = -(-n // block_n) * -(-d // block_d)
     strides = table.strides
-    planes_at_once = table.num_planes if len(set(strides)) == 1 else 1
-    for plane in range(0, table.num_planes, planes_at_once):
-        grid = (block_ids.numel() * tiles, table.heads, planes_at_once * layers)
-        paged_copy_kernel[grid](
-            table.pointers,
-            block_ids,
-            rows,
-            plane,
-            first_layer,
-            table.num_layers,
-            layers,
-            plane_rows,
-            layer_rows,
-            table.num_blocks,
-            *strides[plane],
-            HEADS=table.heads,
-            N=table.block_size,
-            D=table.head_size,
-            GATHER=gather,
-            ALIGNED=table.aligned,
-            BLOCK_N=block_n,
-            BLOCK_D=block_d,
+    planes_at_once = planes if table.one_stride else 1
+    constants = (heads, n, d, gather, table.aligned, block_n, block_d)
+    for plane in range(0, planes, planes_at_once):
+        _launch(
+            (tokens // n * tiles, heads, planes_at_once * layers),
+            (table.pointers, block_ids, rows),
+            (torch.int64, torch.int64, bits),
+            (plane, first_layer, table.num_layers, layers, plane_rows, layer_rows, table.num_blocks, *strides[plane]),
+            constants,
+            _WARPS,
         )
 
 

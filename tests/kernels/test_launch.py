@@ -10,9 +10,9 @@ pytest.importorskip("triton")
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from qcap.kernels import launch, row_scatter, slot_attribution
+from qcap.kernels import PageTable, gather_pages, launch, row_scatter, scatter_pages, slot_attribution
 
-KERNELS = ("row_scatter", "slot_attribution")
+KERNELS = ("row_scatter", "slot_attribution", "paged_copy")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int16, torch.int32, torch.int64, torch.uint8)
 NUMBERS = (0, 1, 2, 15, 16, 17, 4096, -1, -16, 2**31 - 16, 2**31 - 1, 2**31, 2**31 + 1, -(2**31), -(2**31) - 1, 2**40, 2**40 + 1, 2**63 - 1)
 
@@ -208,6 +208,41 @@ def test_direct_equals_ordinary_for_slots(cuda, monkeypatch):
             slot_attribution(mapping, plan, size, out[0][spare:], *out[1:])
             results.append(torch.cat([tensor.long() for tensor in out]))
         assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[2])
+
+
+def test_direct_equals_ordinary_for_pages(cuda, monkeypatch):
+    from importlib import import_module
+
+    module, rng, direct = import_module("qcap.kernels.paged_copy"), random.Random(11), 0
+    if not module._launch._direct:
+        pytest.skip("launches as always here")
+    for _ in range(100):
+        layers, heads, size, dim = rng.choice([1, 2, 17]), rng.choice([1, 2, 8]), rng.choice([1, 3, 16]), rng.choice([1, 8, 24, 128])
+        blocks, offset, side_by_side = rng.choice([1, 16, 33]), rng.choice([0, 1]), rng.choice([True, False])
+        dtype = rng.choice([torch.bfloat16, torch.float32, torch.uint8])
+        storage = torch.randint(0, 100, (layers, blocks, 2, size, heads, dim + offset), device=cuda).to(dtype)[..., offset:]
+        table = PageTable([[page[:, plane].transpose(1, 2) for plane in range(2)] for page in storage])
+        first = rng.randrange(layers)
+        count = rng.randrange(1, layers - first + 1)
+        ids = torch.randint(0, blocks, (rng.choice([1, 2, 16]) + 1,), device=cuda)[rng.choice([0, 1]) :].unique()
+        shape = (2, count, len(ids) * size, heads * dim)
+        results = []
+        for way in ("bind", "again", "ordinary"):
+            monkeypatch.setattr(module._launch, "_direct", way != "ordinary")
+            out = torch.full((count, 2, *shape[2:]) if side_by_side else shape, 7, device=cuda).to(dtype)
+            rows = out.transpose(0, 1) if side_by_side else out
+            held = len(module._launch._bound)
+            gather_pages(table, ids, rows, first)
+            wanted = torch.stack([storage[first : first + count, ids, plane].flatten(1, 2).flatten(2) for plane in range(2)])
+            assert torch.equal(rows, wanted)
+            direct += way == "again" and len(module._launch._bound) == held
+            before = storage.clone()
+            scatter_pages(table, ids, rows + 1, first)
+            results.append(storage.clone())
+            storage.copy_(before)
+        assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[2])
+        assert not torch.equal(results[0], storage)
+    assert direct == 100
 
 
 def test_another_device_than_the_current_one(cuda):
