@@ -172,6 +172,13 @@ class ChunkKey:
         if "\0" in self.model or not self.model:
             raise TokenError(f"model name {self.model!r} is empty or holds NUL")
 
+    def sibling(self, digest: str) -> ChunkKey:
+        """The key of another chunk that differs from this one in its tokens alone: nothing else has to be checked again."""
+        key = object.__new__(ChunkKey)
+        key.__dict__.update(self.__dict__)
+        key.__dict__["digest"] = digest
+        return key
+
     def __hash__(self) -> int:
         """Of two strings, whose own hashes are kept: an engine looks for hundreds of keys while a request waits."""
         return hash((self.digest, self.salt))
@@ -276,10 +283,16 @@ class ChunkRecord:
         check_salt(self.salt)
         if not self.positions:
             object.__setattr__(self, "positions", positions_between(self.start, self.start + len(self.token_ids)))
+            self.__dict__["in_place"] = True
         if len(self.positions) != len(self.token_ids) or len(self.token_ids) != self.geometry.chunk_size:
             raise TokenError(
                 f"a chunk has {self.geometry.chunk_size} tokens and as many positions, got {len(self.token_ids)} and {len(self.positions)}"
             )
+
+    @cached_property
+    def in_place(self) -> bool:
+        """Whether each row's rotation stands for the place it has."""
+        return self.positions == positions_between(self.start, self.start + len(self.token_ids))
 
     @cached_property
     def key(self) -> ChunkKey:

@@ -79,7 +79,7 @@ class KVFeature:
                 self._wait(event)
 
     def _wait(self, event: Any) -> None:
-        torch.cuda.current_stream(self._stager.device).wait_event(event)
+        self._stager.wait_for(event)
 
     def layer_done(self, layer: int) -> None:
         """The pages of layers up to ``layer`` hold what this step writes: what is due may leave."""

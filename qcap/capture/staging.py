@@ -274,6 +274,7 @@ class PageStager:
     def __init__(self, device: torch.device, arena: HostArena, *, slot_bytes: int = SLOT_BYTES) -> None:
         self.device, self.arena = device, arena
         self._cuda = device.type == "cuda"
+        self._index: Any = device if device.index is None else device.index  # asked with a number, torch does not look for the device
         self.nbytes = 0
         self._now: Any = None  # recorded again and again: who waits for an event waits for its last record before that
         if self._cuda:
@@ -348,7 +349,7 @@ class PageStager:
         """``stream`` goes on after all that was queued on the current stream, which is given back."""
         if self._now is None:
             self._now = torch.cuda.Event()
-        engine = torch.cuda.current_stream(self.device)
+        engine = torch.cuda.current_stream(self._index)
         self._now.record(engine)
         stream.wait_event(self._now)
         return engine
@@ -382,7 +383,7 @@ class PageStager:
         nbytes = planes * layers * count * width * host.element_size()
         slot = self._slots[turn][:nbytes].view(host.dtype).view(layers, planes, count, width)
         target = host.transpose(0, 1)[layer : layer + layers, :, token : token + count]
-        engine, packed, free = torch.cuda.current_stream(self.device), *self._slot_events[turn]
+        engine, packed, free = torch.cuda.current_stream(self._index), *self._slot_events[turn]
         torch.cuda.set_stream(self._pack)
         try:
             self._pack.wait_event(free)
@@ -418,7 +419,7 @@ class PageStager:
     def wait_for(self, event: Any) -> None:
         """What is queued on the current stream from now on comes after ``event``."""
         if event is not None:
-            torch.cuda.current_stream(self.device).wait_event(event)
+            torch.cuda.current_stream(self._index).wait_event(event)
 
     def keep_until_copied(self, source: torch.Tensor) -> None:
         """``source``, once freed, is not used again before all copies queued so far are over."""

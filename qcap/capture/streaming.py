@@ -296,7 +296,7 @@ class StreamingQueryFeature(QueryBooks):
                     self._slots = self._slots_large[: self._count]
             stamps = self._stamps_large if large else self._stamps_small
             if large and self._stamps_free is not None:
-                torch.cuda.current_stream(self._device).wait_event(self._stamps_free)
+                self._stager.wait_for(self._stamps_free)
             n, slots = self._geometry.block_size, slot_mapping[: len(self._slots)]
             if self._counts is None:
                 kernels.slot_attribution(slots, self._plan.device, n, self._slots, stamps)

@@ -14,7 +14,7 @@ import torch
 from qcap import kernels
 from qcap.connectors.base import Connector, Group, Objects, Spans
 from qcap.connectors.formats import LayerFormat, rows_of
-from qcap.connectors.slots import BlockPlan, block_plan, in_reach
+from qcap.connectors.slots import BlockPlan, block_plan, has_kernels, in_reach
 from qcap.connectors.transfer import to_device
 from qcap.errors import ShapeError
 from qcap.kernels import PageTable
@@ -54,6 +54,7 @@ class LayerConnector(Connector):
     ) -> None:
         super().__init__(table, staging_tokens=staging_tokens, format=format, device_module=device_module)
         self.staging_tokens = -(-staging_tokens // table.block_size) * table.block_size
+        self._kernels = has_kernels(table)
         self._held: deque[tuple[Any, Any]] = deque()
         self._load_buffer = self._new_load_buffer()
         self._store_buffer = self._new_buffer() if store_staging else None
@@ -153,8 +154,8 @@ class LayerConnector(Connector):
 
     def write(self, layer: int, staged: torch.Tensor, blocks: torch.Tensor) -> None:
         """Queue rows ``[planes, T, H]``, contiguous on the device, into the pages of one layer, on the current stream."""
-        if torch.is_inference_mode_enabled():
-            block_plan(blocks, self.table).write(self.table, layer, staged)
+        if self._kernels and torch.is_inference_mode_enabled():  # a load's many calls, the engine's thread waits for each
+            kernels.scatter_pages(self.table, blocks, staged.unsqueeze(1), layer)
         else:  # pages made in inference mode cannot be written outside of it; others can be inside
             with torch.inference_mode():
                 block_plan(blocks, self.table).write(self.table, layer, staged)

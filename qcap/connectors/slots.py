@@ -29,9 +29,14 @@ def _by_head(table: PageTable, rows: torch.Tensor) -> torch.Tensor:
     return rows.view(*rows.shape[:-1], table.heads, table.head_size)
 
 
+def has_kernels(table: PageTable) -> bool:
+    """Whether the page kernels move whole blocks of ``table``, without asking the device."""
+    return table.device.type in _KERNEL_DEVICES
+
+
 def in_reach(table: PageTable, rows: torch.Tensor) -> bool:
     """Whether the kernels can reach ``rows`` where they lie."""
-    return table.device.type in _KERNEL_DEVICES and (rows.device == table.device or rows.is_pinned())
+    return has_kernels(table) and (rows.device == table.device or rows.is_pinned())
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,7 +137,7 @@ Plan = BlockPlan | RowPlan | MaskedPlan
 
 def block_plan(blocks: torch.Tensor, table: PageTable) -> BlockPlan | MaskedPlan:
     """The way to whole blocks by their ids, int64 on the pages' device; an id out of range is left out without a look at it."""
-    if table.device.type in _KERNEL_DEVICES or blocks.numel() == 0:
+    if has_kernels(table) or blocks.numel() == 0:
         return BlockPlan(blocks)
     n = table.block_size
     slots = (blocks[:, None] * n + torch.arange(n, device=blocks.device)).flatten()

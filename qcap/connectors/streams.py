@@ -124,13 +124,44 @@ class DeviceStreams:
         return cast(AbstractContextManager[Any], self._module.stream(stream))
 
 
+class _Current:
+    """``torch.cuda.stream()``, for a stream of the current device, at a tenth of its price: a layer's loads come here three times."""
+
+    __slots__ = ("_before", "_index", "_stream")
+
+    def __init__(self, stream: Any, index: int) -> None:
+        self._stream, self._index = stream, index
+
+    def __enter__(self) -> None:
+        self._before = torch.cuda.current_stream(self._index)
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.set_stream(self._before)
+
+
 class CudaStreams(DeviceStreams):
     """Those of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        super().__init__(torch.device("cuda", index))
+        self._index = index  # asked with it, torch does not look for the device
 
     @cached_property
     def pages(self) -> Any:
         """Of high priority: a scatter is short, and behind compute's blocks that wait for a multiprocessor it would hold up copies."""
         return self._module.Stream(device=self.device, priority=-1)
+
+    def compute(self) -> Any:
+        """See :class:`Streams`."""
+        return torch.cuda.current_stream(self._index)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        """See :class:`Streams`."""
+        if torch.cuda.current_device() != self._index:
+            return super().on(stream)
+        return _Current(stream, self._index)
 
     def record(self, stream: Any, event: Any = None) -> Any:
         """See :class:`Streams`."""

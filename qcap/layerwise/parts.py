@@ -48,6 +48,23 @@ def pieces_of(chunks: Sequence[torch.Tensor], skip: int, tokens: int) -> Iterato
         skip = max(skip - run.shape[2], 0)
 
 
+def joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """The same tokens in fewer pieces: those that follow each other in memory are one."""
+    found: list[Piece] = []
+    for run, first, end in pieces:
+        if found:
+            before, start, last = found[-1]
+            strides = before.stride()
+            neighbours = run.stride() == strides and run.untyped_storage().data_ptr() == before.untyped_storage().data_ptr()
+            if neighbours and before.storage_offset() + last * strides[2] == run.storage_offset() + first * strides[2]:
+                last += end - first
+                planes, layers, _, hidden = before.shape
+                found[-1] = (before.as_strided((planes, layers, last, hidden), strides), start, last)
+                continue
+        found.append((run, first, end))
+    return found
+
+
 def cut(pieces: Sequence[Piece], capacity: int) -> list[list[Piece]]:
     """Pieces by staging buffer, ``capacity`` tokens each; only the last is not full."""
     parts: list[list[Piece]] = []
@@ -77,7 +94,6 @@ class Part:
         self._planes, self._hidden = connector.num_planes, connector.hidden
         self.lengths = [end - start for _, start, end in pieces]
         self.sources: list[torch.Tensor] = []
-        self._places: dict[int, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for (run, start, _), length in zip(pieces, self.lengths, strict=True):
             by_plane, by_layer, row, _ = run.stride()
             width, first = length * self._hidden, run.storage_offset() + start * row
@@ -86,18 +102,17 @@ class Part:
             else:
                 self.sources += [run.as_strided((run.shape[1], width), (by_layer, 1), first + p * by_plane) for p in range(self._planes)]
 
-    def places(self, index: int, buffer: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Where each source goes in buffer ``index``; and what is then to be scattered, ``[planes, t, H]`` of each piece."""
-        found = self._places.get(index)
-        if found is None:
-            targets, staged, first = [], [], 0
-            for source in self.sources:
-                targets.append(buffer.narrow(0, first, source.shape[1]))
-                first += source.shape[1]
-            first = 0
-            for length in self.lengths:
-                size = self._planes * length * self._hidden
-                staged.append(buffer[first : first + size].view(self._planes, length, self._hidden))
-                first += size
-            found = self._places[index] = (targets, staged)
-        return found
+    def places(self, buffer: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Where each source goes in ``buffer``; and what is then to be scattered, ``[planes, t, H]`` of each piece."""
+        hidden, planes = self._hidden, self._planes
+        targets, staged, first = [], [], 0
+        for source in self.sources:
+            width = source.shape[1]
+            targets.append(buffer.as_strided((width,), (1,), first))
+            first += width
+        first = 0
+        for length in self.lengths:
+            plane = length * hidden
+            staged.append(buffer.as_strided((planes, length, hidden), (plane, hidden, 1), first))
+            first += planes * plane
+        return targets, staged

@@ -14,13 +14,13 @@ Copies need no pages, so those of a load that is sure to come may begin before t
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ import torch
 from qcap.connectors.streams import Streams
 from qcap.errors import ConfigError, ShapeError, StepOrderError
 from qcap.layerwise.connector import LayerConnector
-from qcap.layerwise.parts import Part, Piece, cut, pieces_of
+from qcap.layerwise.parts import Part, Piece, cut, joined, pieces_of
 from qcap.store.tiers import Lease, Resting
 
 logger = logging.getLogger("qcap.layerwise")
@@ -36,8 +36,8 @@ logger = logging.getLogger("qcap.layerwise")
 _PAUSE_S = 0.0005
 LEAST_SLOTS = 2
 """Buffers that copies which begin early leave to loads that have their pages."""
-BETWEEN = 2
-"""Parts of layers to come that are copied for each part of the first one, early: the link has work until more of the load is known."""
+EARLY_LAYERS = 3
+"""So many layers of what is known of a load are copied at once, early: the link has work until more of it is known."""
 
 
 class EarlyCopies:
@@ -48,11 +48,11 @@ class EarlyCopies:
         tokens: how many it has been given.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, layers: range) -> None:
         self.tokens = 0
-        self.parts: list[Part] = []
         self.leases: list[Lease] = []
-        self.copied: dict[tuple[int, int], _Slot] = {}  # (layer, part) -> where it is, or will be
+        self.pieces: list[Piece] = []
+        self.cuts = [_Cut(layers)]  # as it was given; and, once all of it is known, as it is best cut for the layers behind those
 
 
 @dataclass(frozen=True)
@@ -103,12 +103,12 @@ class RestingPipe:
         self.failure: Exception | None = None
         self._streams, self._connector, self._ahead = streams, connector, ahead
         self._tokens = max(staging_tokens // connector.block_size, 1) * connector.block_size
-        self._slots = [_Slot(i, connector.new_staging(self._tokens)) for i in range(slots)]
+        self._slots = [_Slot(connector.new_staging(self._tokens)) for _ in range(slots)]
         self._free = deque(self._slots)
         self._events: list[Any] = [None] * (ahead + 1)  # behind a layer's scatters; compute waits for it before it is used again
         self._before: Any = None  # behind what compute was given before the step
-        self._groups: list[_Group] = []
-        self._pending: deque[tuple[int, _Group, int]] = deque()  # (layer, group, part) to be copied, in the order in which they are needed
+        self._cuts: list[_Cut] = []  # of the step's loads
+        self._pending: deque[tuple[int, _Cut, int]] = deque()  # (layer, cut, part) to be copied, in the order in which they are needed
         self._leases: list[Lease] = []
         self._early: list[EarlyCopies] = []
         self._queued = self._waited = 0  # layers
@@ -134,48 +134,57 @@ class RestingPipe:
         """A load to come, with no tokens so far; None if every buffer has its use."""
         if len(self._free) <= LEAST_SLOTS:
             return None
-        self._early.append(early := EarlyCopies())
+        self._early.append(early := EarlyCopies(range(min(EARLY_LAYERS, self._connector.num_layers))))
         return early
 
     @torch.inference_mode()
     def more(self, early: EarlyCopies, chunks: Sequence[Resting], skip: int, tokens: int) -> None:
-        """``tokens`` tokens behind those it has, from token ``skip`` of ``chunks`` on. Their first layer is copied, and a little of others,
-        as far as there is room. The leases are the pipe's from here on.
+        """``tokens`` tokens behind those it has, from token ``skip`` of ``chunks`` on. Their first layers are copied, as far as there is
+        room. The leases are the pipe's from here on.
 
         Raises:
             Exception: the chunks are not what they should be, or the device failed: drop it.
         """
         early.leases += [chunk.lease for chunk in chunks]
-        parts = self._parts(self._pieces(chunks, skip, tokens))
-        early.parts += parts
+        pieces = self._pieces(chunks, skip, tokens)
+        early.pieces += pieces
         early.tokens += tokens
-        self._copy_early(early, (1 + BETWEEN) * len(parts))
+        (first,) = early.cuts
+        new = range(len(first.parts), len(first.parts) + first.add(self._parts(pieces)))
+        self._copy_early(first, [(layer, index) for layer in first.layers for index in new])
 
     @torch.inference_mode()
     def fill(self, early: EarlyCopies) -> None:
         """It has all its tokens: as much of it is copied as there is room. Raises as :meth:`more`."""
-        self._copy_early(early, len(self._free))
+        self._complete(early)
+        for one in early.cuts:
+            self._copy_early(one, [place for layer in one.layers for place in one.places(layer)])
 
     def drop(self, early: EarlyCopies) -> None:
         """The load does not come. Nothing if it was begun, or dropped before."""
         if early in self._early:
             self._early.remove(early)
-            self._free.extend(early.copied.values())  # their next copies are on the same stream, behind these
-            early.copied = {}
+            for one in early.cuts:
+                self._free.extend(one.copied.values())  # their next copies are on the same stream, behind these
+                one.copied = {}
             leases, early.leases = early.leases, []
             self._let_go(leases)
             self.poll()
 
-    def _copy_early(self, early: EarlyCopies, most: int) -> None:
-        """Up to ``most`` parts that were not copied, first layers first."""
-        for place in itertools.product(range(self._connector.num_layers), range(len(early.parts))):
-            if not most or len(self._free) <= LEAST_SLOTS:
-                return
-            if place not in early.copied:
-                early.copied[place] = self._free.popleft()
-                with self._streams.on(self._streams.load):
-                    self._copy(early.parts[place[1]], place[0], early.copied[place])
-                most -= 1
+    def _complete(self, early: EarlyCopies) -> None:
+        """All of it is known: the layers of which nothing was copied are cut anew, for the fewest copies."""
+        (first, *others), layers = early.cuts, self._connector.num_layers
+        if not others and first.layers.stop < layers:
+            early.cuts.append(_Cut(range(first.layers.stop, layers), self._parts(joined(early.pieces))))
+
+    def _copy_early(self, one: _Cut, places: Sequence[tuple[int, int]]) -> None:
+        """What of ``places`` was not copied, in their order, as far as there is room."""
+        places = [place for place in places if place not in one.copied][: max(len(self._free) - LEAST_SLOTS, 0)]
+        if places:
+            with self._streams.on(self._streams.load):
+                for layer, index in places:
+                    one.copied[layer, index] = slot = self._free.popleft()
+                    self._copy(one.parts[index], layer, slot)
 
     # -- the steps
 
@@ -186,44 +195,47 @@ class RestingPipe:
         Raises:
             StepOrderError: another step has not ended.
         """
-        if self._groups or self._leases:
+        if self._cuts or self._leases:
             raise StepOrderError("begin() out of turn: another step's loads are under way; the steps are begin, layer(0) .., end")
         self.poll()
         self.failure, self._queued, self._waited = None, 0, 0
         self._leases = [chunk.lease for span in spans for chunk in span.chunks]
         streams, n = self._streams, self._connector.block_size
-        early = [span for span in spans if span.early is not None]
+        early = [(span.blocks, span.early) for span in spans if span.early is not None]
         others = [span for span in spans if span.early is None]
-        for span in early:
-            assert span.early is not None
-            self._early.remove(span.early)
-            self._leases += span.early.leases
-            self._groups.append(_Group(span.early.parts, span.early.copied))
+        layers = range(self._connector.num_layers)
+        for _, copies in early:
+            self._early.remove(copies)
+            self._leases += copies.leases
+            self._cuts += copies.cuts
         try:
-            for span in early:
-                assert span.early is not None
-                if span.early.tokens != len(span.blocks) * n:
-                    raise ShapeError(f"{len(span.blocks)} blocks of {n} for {span.early.tokens} tokens, whose copies began early")
+            for block_ids, copies in early:
+                if copies.tokens != len(block_ids) * n:
+                    raise ShapeError(f"{len(block_ids)} blocks of {n} for {copies.tokens} tokens, whose copies began early")
+                if len(copies.cuts) == 1:
+                    self._complete(copies)
+                    self._cuts += copies.cuts[1:]
             pieces = [piece for span in others for piece in self._pieces(span.chunks, span.skip, len(span.blocks) * n)]
-            self._groups.append(_Group(self._parts(pieces), {}))
+            self._cuts.append(rest := _Cut(layers, self._parts(pieces)))
             self._before = streams.record(streams.compute(), self._before)
             # Blocks that this step was given may still be read or written by steps before it. Staging and chunks are not.
             streams.wait(streams.pages, self._before)
             with streams.on(streams.pages):
-                blocks = self._connector.prepare([block for span in (*early, *others) for block in span.blocks])
+                ids = [ids for ids, _ in early] + [span.blocks for span in others]
+                blocks = self._connector.prepare(list(chain.from_iterable(ids)))
             first = 0
-            for group in self._groups:
-                for part in group.parts:
-                    group.blocks.append([])
-                    for length in part.lengths:
-                        group.blocks[-1].append(blocks[first : first + length // n])
-                        first += length // n
+            for block_ids, copies in early:
+                for one in copies.cuts:
+                    one.place(blocks[first : first + len(block_ids)], n)
+                first += len(block_ids)
+            rest.place(blocks[first:], n)
             self._pending.extend(
-                (layer, group, index)
-                for layer in range(self._connector.num_layers)
-                for group in self._groups
-                for index in range(len(group.parts))
-                if (layer, index) not in group.copied
+                (layer, one, index)
+                for layer in layers
+                for one in self._cuts
+                if layer in one.layers
+                for index in range(len(one.parts))
+                if (layer, index) not in one.copied
             )
             for layer in range(min(self._ahead + 1, self._connector.num_layers)):
                 self._queue(layer)
@@ -238,7 +250,7 @@ class RestingPipe:
         Raises:
             StepOrderError: another layer's turn.
         """
-        if not self._groups:
+        if not self._cuts:
             return
         if index != self._waited or index >= self._connector.num_layers:
             raise StepOrderError(f"layer({index}) out of turn: next is layer({self._waited})")
@@ -252,9 +264,9 @@ class RestingPipe:
 
     def end(self) -> None:
         """Nothing more is queued. What was queued and not waited for, compute waits for: its pages may get new owners. Twice is fine."""
-        for group in self._groups:
-            self._free.extend(group.copied.values())  # copied, and never needed
-        self._groups = []
+        for one in self._cuts:
+            self._free.extend(one.copied.values())  # copied, and never needed
+        self._cuts = []
         self._pending.clear()
         try:
             if self._waited < self._queued:
@@ -283,20 +295,20 @@ class RestingPipe:
     def _queue(self, layer: int) -> None:
         """Queue the scatters of a layer, the copies that they need, and some of those that come next: the link shall never be idle."""
         streams = self._streams
-        left = [(group, index) for group in self._groups for index in range(len(group.parts))]
+        left = [(one, index) for one in self._cuts if layer in one.layers for index in range(len(one.parts))]
         further = 2 * len(left)
         try:
             while left:
                 self._stage(len(left))
-                here = [(group, index) for group, index in left if (layer, index) in group.copied]
+                here = [(one, index) for one, index in left if (layer, index) in one.copied]
                 if not here:
                     raise RuntimeError("no staging buffer for a layer that is needed: its load is given up")
-                left = [one for one in left if one not in here]
+                left = [place for place in left if place not in here] if len(here) < len(left) else []
                 with streams.on(streams.pages):
-                    for group, index in here:
-                        slot = group.copied.pop((layer, index))
+                    for one, index in here:
+                        slot = one.copied.pop((layer, index))
                         try:
-                            self._write(group, index, layer, slot)
+                            self._write(slot, layer, one.blocks[index])
                         finally:
                             self._free.append(slot)
         finally:
@@ -318,9 +330,9 @@ class RestingPipe:
         if most and self._pending and self._free:
             with self._streams.on(self._streams.load):
                 while most and self._pending and self._free:
-                    layer, group, index = self._pending.popleft()
-                    group.copied[layer, index] = slot = self._free.popleft()
-                    self._copy(group.parts[index], layer, slot)
+                    layer, one, index = self._pending.popleft()
+                    one.copied[layer, index] = slot = self._free.popleft()
+                    self._copy(one.parts[index], layer, slot)
                     most -= 1
 
     def _copy(self, part: Part, layer: int, slot: _Slot) -> None:
@@ -330,18 +342,19 @@ class RestingPipe:
         try:
             if slot.free is not None:
                 streams.wait(streams.load, slot.free)
-            for target, source in zip(part.places(slot.index, slot.buffer)[0], part.sources, strict=True):
+            targets, slot.staged = part.places(slot.buffer)
+            for target, source in zip(targets, part.sources, strict=True):
                 copy(target, source[layer])
         finally:
             slot.copied = streams.record(streams.load, slot.copied)
 
-    def _write(self, group: _Group, index: int, layer: int, slot: _Slot) -> None:
+    def _write(self, slot: _Slot, layer: int, blocks: Sequence[torch.Tensor]) -> None:
         """Queue the scatters of a part that was copied, on the pages stream, which is current."""
-        streams, part = self._streams, group.parts[index]
+        streams = self._streams
         streams.wait(streams.pages, slot.copied)
         try:
-            for staged, blocks in zip(part.places(slot.index, slot.buffer)[1], group.blocks[index], strict=True):
-                self._connector.write(layer, staged, blocks)
+            for staged, ids in zip(slot.staged, blocks, strict=True):
+                self._connector.write(layer, staged, ids)
         finally:
             slot.free = streams.record(streams.pages, slot.free)
 
@@ -403,20 +416,40 @@ class RestingPipe:
 
 
 class _Slot:
-    """A staging buffer, an event behind the last copy into it, and one behind the last scatter out of it."""
+    """A staging buffer, an event behind the last copy into it, one behind the last scatter out of it, and what is to be scattered."""
 
-    def __init__(self, index: int, buffer: torch.Tensor) -> None:
-        self.index, self.buffer = index, buffer
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
         self.copied: Any = None
         self.free: Any = None
+        self.staged: Sequence[torch.Tensor] = ()
 
 
-class _Group:
-    """Parts of the same loads, with the block ids of each, and those that were copied before the step."""
+class _Cut:
+    """Some layers of a load, cut into parts: their block ids, and which were copied and not yet scattered, by layer and part."""
 
-    def __init__(self, parts: list[Part], copied: dict[tuple[int, int], _Slot]) -> None:
-        self.parts, self.copied = parts, copied
+    def __init__(self, layers: range, parts: Sequence[Part] = ()) -> None:
+        self.layers, self.parts = layers, list(parts)
+        self.copied: dict[tuple[int, int], _Slot] = {}
         self.blocks: list[list[torch.Tensor]] = []  # of each part and piece
+
+    def add(self, parts: Sequence[Part]) -> int:
+        """More parts; how many."""
+        self.parts += parts
+        return len(parts)
+
+    def places(self, layer: int) -> list[tuple[int, int]]:
+        """(layer, part) of each part."""
+        return [(layer, index) for index in range(len(self.parts))]
+
+    def place(self, block_ids: torch.Tensor, block_size: int) -> None:
+        """The parts' rows go to these blocks."""
+        first = 0
+        for part in self.parts:
+            self.blocks.append([])
+            for length in part.lengths:
+                self.blocks[-1].append(block_ids[first : first + length // block_size])
+                first += length // block_size
 
 
 class _Unknown:

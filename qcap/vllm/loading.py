@@ -35,7 +35,7 @@ from qcap.layerwise import (
     streams_for,
 )
 from qcap.store.tiers import Backend, LayerReader, Resting
-from qcap.tokens import ChunkRecord, TokenChunk, chunk_key, positions_between
+from qcap.tokens import ChunkKey, ChunkRecord, TokenChunk, chunk_key
 
 POOL_BYTES = 1 << 30
 """Most host memory for layers on their way in."""
@@ -74,7 +74,7 @@ def check_record(record: ChunkRecord, geometry: Geometry, token_ids: Sequence[in
         raise ObjectCorrupt(f"the object under this key holds other tokens ({record.kind.value} from {record.start})")
     if record.start != start:
         raise ObjectCorrupt(f"the object under this key starts at token {record.start}, not {start}")
-    if record.positions != positions_between(start, start + len(token_ids)):
+    if not record.in_place:
         raise Unsupported("its keys keep the positions they had before tokens were dropped; an engine needs them renumbered")
 
 
@@ -245,12 +245,14 @@ class LayerLoads:
             raise QcapError(f"tokens from {start} on do not follow {early.end}")
         size = self._geometry.chunk_size
         first = start // size
+        key = chunk_key(CacheKind.KV, self._geometry, chunks[first].digest, salt)
         if salt and first and not early.records:  # see first_to_check
-            self._look(early.records, None, salt, chunks[first - 1].digest, token_ids, start=(first - 1) * size)
+            self._look(early.records, None, key.sibling(chunks[first - 1].digest), token_ids, start=(first - 1) * size)
         readers: list[LayerReader] = []
         for index in range(first, -(-end // size)):
-            self._look(early.records, readers, salt, chunks[index].digest, token_ids, start=index * size)
-            early.digests.append(chunks[index].digest)
+            digest = chunks[index].digest
+            self._look(early.records, readers, key.sibling(digest), token_ids, start=index * size)
+            early.digests.append(digest)
         rest = _rest(readers)
         if not rest:
             raise QcapError("its chunks do not lie in memory")
@@ -364,33 +366,28 @@ class LayerLoads:
         """Start reading the headers of a load's chunks; where that costs no round trip, read them."""
         geometry, backend, load = self._geometry, self._backend, entry.load
         size, inline = geometry.chunk_size, backend.cheap_contains
-        for start in range(first_to_check(load, size) * size, load.end, size):
+        first = first_to_check(load, size)
+        any_key = chunk_key(CacheKind.KV, geometry, load.digests[first], load.salt)
+        for start in range(first * size, load.end, size):
             wanted = start + size > load.start  # else it is the one before, which may be missing
+            key = any_key.sibling(load.digests[start // size])
 
             def check(record: ChunkRecord, start: int = start) -> None:
                 check_record(record, geometry, load.token_ids[start : start + size], start)
 
             if inline:
-                self._look(entry.records, entry.readers if wanted else None, load.salt, load.digests[start // size], load.token_ids, start)
+                self._look(entry.records, entry.readers if wanted else None, key, load.token_ids, start)
             else:
-                key = chunk_key(CacheKind.KV, geometry, load.digests[start // size], load.salt)
                 reader = LazyReader(backend, key, check)
                 entry.headers.append(self._readers.submit(_header, reader, not wanted))
                 if wanted:
                     entry.readers.append(reader)
 
     def _look(
-        self,
-        records: list[ChunkRecord],
-        readers: list[LayerReader] | None,
-        salt: str,
-        digest: str,
-        token_ids: Sequence[int],
-        start: int,
+        self, records: list[ChunkRecord], readers: list[LayerReader] | None, key: ChunkKey, token_ids: Sequence[int], start: int
     ) -> None:
         """Read and check one header, where that costs no round trip. Without ``readers`` the chunk may be missing."""
         geometry = self._geometry
-        key = chunk_key(CacheKind.KV, geometry, digest, salt)
         found = self._backend.open_layers(key)
         if found is not None:
             check_record(found.record, geometry, token_ids[start : start + geometry.chunk_size], start)

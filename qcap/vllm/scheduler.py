@@ -27,9 +27,9 @@ _uids = itertools.count(1)  # of the process: two engines in it never use one nu
 RETRY_LOAD_S = 60.0
 """A chunk whose load failed is not offered again for this long: each failure costs the request a recompute."""
 MAX_BAD = 1 << 16
-MATCH_FIRST, MATCH_CHUNKS = 8, 32
+MATCH_FIRST, MATCH_CHUNKS = 12, 32
 """So many chunks are looked for before a worker is told of those that are there, and then again and again: it can begin with them. The
-fewer the first ones are, the sooner; but each group is a copy more in every layer."""
+fewer the first ones are, the sooner, as long as their copies last until the next are known."""
 PROBES_CHEAP, PROBES = 32, 4
 """Where a salt's first chunk is missing, so many chunks are asked for one by one, then every 2nd, 4th, ..., and the last: a round trip
 each."""
@@ -315,8 +315,11 @@ class SchedulerSide:
             now = time.monotonic()
             bad = (i for i, c in enumerate(chunks) if now - self._bad.get((salt, c.digest), -RETRY_LOAD_S) < RETRY_LOAD_S)
             chunks = chunks[: next(bad, len(chunks))]
-        keys = [key for chunk in chunks for kind in kinds for key in self._parts.keys(kind, chunk.digest, salt)]
-        return self._store().lookup(keys) // (len(kinds) * self._parts.tp_size)
+        if not chunks:
+            return 0
+        first = [key for kind in kinds for key in self._parts.keys(kind, chunks[0].digest, salt)]
+        keys = [key.sibling(chunk.digest) for chunk in chunks for key in first]
+        return self._store().lookup(keys) // len(first)
 
     def _follow(self, request: Any) -> _Followed:
         followed = self._followed.get(request.request_id)

@@ -18,6 +18,8 @@ from qcap.connectors import PagedConnector
 from qcap.errors import ConfigError, QcapError, ShapeError, StepOrderError
 from qcap.kinds import CacheKind
 from qcap.layerwise import EarlyCopies, LazyReader, NullStreams, RestingPipe, RestingSpan, merged
+from qcap.layerwise.parts import joined, pieces_of
+from qcap.layerwise.resting import EARLY_LAYERS
 from qcap.store.tiers import Resting
 from qcap.tokens import ChunkedTokenDatabase, ChunkRecord, chunk_key
 from qcap.vllm import loading
@@ -136,6 +138,24 @@ def test_neighbours_are_one_run() -> None:
         runs = merged([cut[i] for i in order])
         assert [run.shape[2] // CH for run in runs] == wanted
         assert not order or torch.equal(torch.cat(runs, dim=2), torch.cat([cut[i] for i in order], dim=2))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_pieces_that_follow_each_other_are_one(seed: int) -> None:
+    rng = random.Random(seed)
+    shelf = Shelf(2, [rng.randrange(1, 4) for _ in range(4)], seed)
+    total = len(shelf.chunks) * CH
+    pieces, at, first = [], rng.randrange(CH), 0
+    first = at
+    while at < total:  # told of a few tokens at a time
+        upto = min(total, at + rng.randrange(1, 2 * CH))
+        tensors = [tensor for tensor, _ in shelf.chunks[at // CH : -(-upto // CH)]]
+        pieces += list(pieces_of(tensors, at % CH, upto - at))
+        at = upto
+    fewer = joined(pieces)
+    assert len(fewer) <= len(shelf.blocks) and sum(last - start for _, start, last in fewer) == total - first
+    assert torch.equal(torch.cat([run[:, :, start:last] for run, start, last in fewer], dim=2), shelf.rows[:, :, first:])
+    assert joined(fewer) == fewer or all(a is b for (a, *_), (b, *_) in zip(joined(fewer), fewer, strict=True))
 
 
 def test_what_is_no_neighbour() -> None:
@@ -505,9 +525,9 @@ def test_early_copies_leave_room_and_wait_for_nothing() -> None:
     bench.streams.busy_while_asked = False
     early = bench.pipe.early()
     bench.pipe.more(early, bench.shelf.give(0, 1), 0, CH)
-    assert copies(bench) == 3 and sorted(early.copied) == [(0, 0), (1, 0), (2, 0)], "its first layer, and work until more is known"
+    assert copies(bench) == 3 and sorted(early.cuts[0].copied) == [(0, 0), (1, 0), (2, 0)], "its first layer, and work until more is known"
     bench.pipe.more(early, bench.shelf.give(1, 4), 0, 3 * CH)
-    assert copies(bench) == 9 and {(0, i) for i in range(4)} <= set(early.copied), "two buffers are left to loads that have their pages"
+    assert copies(bench) == 9 and {(0, i) for i in range(4)} <= set(early.cuts[0].copied), "two buffers are left to others"
     bench.pipe.fill(early)
     assert copies(bench) == 9 and bench.pipe.early() is None
     assert not any(entry[0] == "wait" for entry in bench.streams.trace)
@@ -532,6 +552,23 @@ def test_early_copies_are_as_many_as_there_is_room_for() -> None:
     bench.run([RestingSpan((), 0, bench.blocks, early)])
     bench.streams.run()
     assert torch.equal(rows_of(bench.table, bench.blocks, 3), bench.shelf.rows[:, 3])
+
+
+@pytest.mark.parametrize("filled", [True, False])
+def test_what_was_told_piece_by_piece_is_cut_anew(filled: bool) -> None:
+    """As it becomes known a layer is many copies; those of which nothing was copied are as few as its memory allows."""
+    bench = Bench(6, (4, 2), staging=4 * CH, slots=30)
+    early = bench.pipe.early()
+    for at in range(6):
+        bench.pipe.more(early, bench.shelf.give(at, at + 1), 0, CH)
+    assert copies(bench) == EARLY_LAYERS * 6
+    if filled:
+        bench.pipe.fill(early)
+    bench.run([RestingSpan((), 0, bench.blocks, early)])
+    bench.streams.run()
+    assert copies(bench) == EARLY_LAYERS * 6 + (6 - EARLY_LAYERS) * 2
+    assert all(torch.equal(rows_of(bench.table, bench.blocks, i), bench.shelf.rows[:, i]) for i in range(6))
+    assert len(bench.pipe._free) == 30
 
 
 def test_early_copies_that_nobody_wants_keep_the_memory_until_they_are_over() -> None:  # L43
