@@ -8,6 +8,9 @@ everything is computed and stored anew. Measured, per run:
 - ``decode``: 64 prompts of 100 tokens, 128 new tokens each: tokens per second from the first ``add_request`` to the step that returns the
   last of them. ``decode step``: the median time of a ``step()`` between the 20th and the 120th.
 
+``--engines 2`` starts two of each configuration, and their figures count together: two processes that do the same differ by about as much
+as capture costs.
+
 Requests ask for a few tokens more than are timed: at its end an engine that waits for the store does so, and that is not in a figure.
 ``--profile`` prints what the device did in one long prefill and in 20 decode steps, by kernel.
 
@@ -369,15 +372,29 @@ def measure(
     return figures
 
 
-def capture_round(children: Children, configs: list[str], tokens: list[int], number: int) -> Iterator[tuple[str, dict[str, float]]]:
+def capture_round(children: Children, names: list[str], tokens: list[int], number: int) -> Iterator[tuple[str, dict[str, float]]]:
     """Every prompt length, then decoding, each in all engines in turn: another one first each round, since a device that just worked is
-    slower than one that rested. ``off`` has two turns, to show how far two measurements of the same thing lie apart."""
-    turns = [*configs, AGAIN] if "off" in configs else configs
+    slower than one that rested. A single ``off`` has two turns, to show how far two measurements of the same thing lie apart."""
+    turns = [*names, AGAIN] if "off" in names and all(name == config_of(name) for name in names) else names
     first = number % len(turns)
     for what in (*tokens, "decode"):
         for config in (*turns[first:], *turns[:first]):
             seed, engine = f"{what} {number} {config == AGAIN}", "off" if config == AGAIN else config
             yield config, children.ask(engine, "decode", seed) if what == "decode" else children.ask(engine, "ttft", what, seed)
+
+
+def config_of(name: str) -> str:
+    """The configuration of an engine, of which there may be several: ``off 2`` is the second that captures nothing."""
+    config, _, number = name.rpartition(" ")
+    return config if number.isdigit() else name
+
+
+def together(figures: dict[Any, list[float]]) -> dict[Any, list[float]]:
+    """``(measure, config)`` -> the figures of all its engines."""
+    found: dict[Any, list[float]] = {}
+    for (what, name), values in figures.items():
+        found.setdefault((what, config_of(name)), []).extend(values)
+    return found
 
 
 def summary(figures: dict[Any, list[float]], common: dict[str, Any]) -> list[dict[str, Any]]:
@@ -529,6 +546,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = arguments("benchmarks.engine", __doc__)
     parser.add_argument("--configs", default="off,query,both", help=f"of {', '.join(CAPTURE)}")
     parser.add_argument("--tokens", default="1024,8192", help="lengths of the prompts whose first token is timed")
+    parser.add_argument("--engines", type=int, default=1, help="of each configuration")
     parser.add_argument("--profile", action="store_true", help="afterwards, device time by kernel")
     args = parser.parse_args(argv)
     if args.child:
@@ -550,14 +568,18 @@ def main(argv: list[str] | None = None) -> int:
         "max_num_seqs": REQUESTS,
     }
     console = Console(width=160)
-    with engines("benchmarks.engine", args, {config: CAPTURE[config] for config in configs}, options) as (children, about):
+    names = [config if number == 1 else f"{config} {number}" for number in range(1, args.engines + 1) for config in configs]
+    with engines("benchmarks.engine", args, {name: CAPTURE[config_of(name)] for name in names}, options) as (children, about):
         reserve = 45.0 * len(configs) if args.profile and cuda else 10.0
         until = begun + args.budget_s - reserve
-        figures = measure(lambda number: capture_round(children, configs, tokens, number), args.repeats, args.warm_up, until)
-        left = {config: children.ask(config, "counters") for config in configs}
+        figures = measure(lambda number: capture_round(children, names, tokens, number), args.repeats, args.warm_up, until)
+        left = {name: children.ask(name, "counters") for name in names}
         common = {"chunk_size": args.chunk_size, "commit": harness.commit(), "engine": about[configs[0]]}
-        rows = summary(figures, common)
+        rows = summary(together(figures), common)
         show_figures(rows, about, args.chunk_size, console)
+        for (what, name), values in figures.items() if args.engines > 1 else ():
+            console.print(f"{what}, engine {name!r}: median {statistics.median(values):.3f} of {len(values)}")
+            rows.append({"measure": what, "engine_of_its_configuration": name, "values": values, **common})
         for config, said in left.items():
             show_counters(config, said, console)
             rows.append({"measure": "counters", "config": config, **said, **common})

@@ -252,6 +252,26 @@ def test_engines_take_turns_and_get_the_same_prompts():
     list(engine.capture_round(children, ["query", "both"], [], 3))
     assert [config for config, *_ in children.asked] == ["both", "query"]
     children = FakeChildren()
+    names = ["off", "both", "off 2", "both 2"]
+    got = list(engine.capture_round(children, names, [], 1))
+    assert [name for name, _ in got] == ["both", "off 2", "both 2", "off"], "with two that capture nothing, neither has two turns"
+
+
+def test_figures_of_several_engines_of_a_configuration_count_together():
+    figures = {
+        ("x ms", "off"): [1.0],
+        ("x ms", "off again"): [2.0],
+        ("x ms", "off 2"): [3.0],
+        ("x ms", "both 12"): [4.0],
+        ("y", "off"): [5.0],
+    }
+    assert engine.together(figures) == {
+        ("x ms", "off"): [1.0, 3.0], ("x ms", "off again"): [2.0], ("x ms", "both"): [4.0], ("y", "off"): [5.0],
+    }  # fmt: skip
+
+
+def test_turns_of_the_benchmark_of_loads():
+    children = FakeChildren()
     got = list(layerwise.load_round(children, ["layerwise", "whole", "off"], 512, [64], 3))
     named = [(config, name) for config, name, *_ in children.asked]
     assert named[:3] == [("layerwise", "prefill"), ("whole", "prefill"), ("off", "prefill")]
