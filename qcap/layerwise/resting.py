@@ -36,7 +36,7 @@ logger = logging.getLogger("qcap.layerwise")
 _PAUSE_S = 0.0005
 LEAST_SLOTS = 2
 """Buffers that copies which begin early leave to loads that have their pages."""
-EARLY_LAYERS = 3
+EARLY_LAYERS = 5
 """So many layers of what is known of a load are copied at once, early: the link has work until more of it is known."""
 
 

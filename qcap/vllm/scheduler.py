@@ -27,9 +27,9 @@ _uids = itertools.count(1)  # of the process: two engines in it never use one nu
 RETRY_LOAD_S = 60.0
 """A chunk whose load failed is not offered again for this long: each failure costs the request a recompute."""
 MAX_BAD = 1 << 16
-MATCH_FIRST, MATCH_CHUNKS = 12, 32
-"""So many chunks are looked for before a worker is told of those that are there, and then again and again: it can begin with them. The
-fewer the first ones are, the sooner, as long as their copies last until the next are known."""
+MATCH_FIRST, MATCH_CHUNKS = (4, 12, 32), 32
+"""A worker that may begin early is told of the first so many chunks, then of so many at a time: the fewer they are, the sooner it begins,
+and their copies last until the next ones are known."""
 PROBES_CHEAP, PROBES = 32, 4
 """Where a salt's first chunk is missing, so many chunks are asked for one by one, then every 2nd, 4th, ..., and the last: a round trip
 each."""
@@ -287,11 +287,11 @@ class SchedulerSide:
         """How many chunks are stored, from the first on, of those that hold tokens below ``limit``."""
         size, early = self._config.chunk_size, None if followed.told_early else self._early
         wanted, stored, told = -(-limit // size), 0, local_tokens
-        first = local_tokens // size + MATCH_FIRST
+        first = local_tokens // size
         token_ids = list(followed.request.all_token_ids)
         while stored < wanted:
-            begins = early is not None and stored < first
-            upto = min(first if begins else stored // MATCH_CHUNKS * MATCH_CHUNKS + MATCH_CHUNKS, wanted)
+            ends = MATCH_FIRST if early is not None else ()
+            upto = min(next((first + n for n in ends if stored < first + n), stored + MATCH_CHUNKS), wanted)
             chunks = self._chunks(followed, upto, token_ids)
             stored += self._stored_chunks(chunks[stored:upto], followed.salt)
             end = min(stored * size, limit)

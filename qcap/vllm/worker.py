@@ -625,7 +625,7 @@ def _ahead_bytes(config: CaptureConfig, device: torch.device, backend: Backend) 
         return 0
     if config.load_ahead_bytes is not None:
         return config.load_ahead_bytes
-    return min(AHEAD_BYTES, torch.cuda.mem_get_info(device)[0] // 8)
+    return min(AHEAD_BYTES[config.load], torch.cuda.mem_get_info(device)[0] // 8)
 
 
 def _close_loads(loads: LayerLoads) -> None:

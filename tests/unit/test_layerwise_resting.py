@@ -17,9 +17,8 @@ from qcap.backends import open_backend
 from qcap.connectors import PagedConnector
 from qcap.errors import ConfigError, QcapError, ShapeError, StepOrderError
 from qcap.kinds import CacheKind
-from qcap.layerwise import EarlyCopies, LazyReader, NullStreams, RestingPipe, RestingSpan, merged
+from qcap.layerwise import EarlyCopies, LazyReader, NullStreams, RestingPipe, RestingSpan, merged, resting
 from qcap.layerwise.parts import joined, pieces_of
-from qcap.layerwise.resting import EARLY_LAYERS
 from qcap.store.tiers import Resting
 from qcap.tokens import ChunkedTokenDatabase, ChunkRecord, chunk_key
 from qcap.vllm import loading
@@ -520,6 +519,12 @@ def test_copies_that_begin_early(seed: int) -> None:  # L14 L17 L42
     assert bench.shelf.lent() == 0 and bench.pipe.leases_held == 0
 
 
+@pytest.fixture
+def three_early(monkeypatch) -> None:
+    monkeypatch.setattr(resting, "EARLY_LAYERS", 3)
+
+
+@pytest.mark.usefixtures("three_early")
 def test_early_copies_leave_room_and_wait_for_nothing() -> None:
     bench = Bench(4, (4,), staging=CH, slots=11)
     bench.streams.busy_while_asked = False
@@ -541,6 +546,7 @@ def test_early_copies_leave_room_and_wait_for_nothing() -> None:
     assert all(torch.equal(rows_of(bench.table, bench.blocks, i), bench.shelf.rows[:, i]) for i in range(4))
 
 
+@pytest.mark.usefixtures("three_early")
 def test_early_copies_are_as_many_as_there_is_room_for() -> None:
     bench = Bench(4, (1,), staging=CH, slots=9)
     early = bench.pipe.early()
@@ -554,6 +560,7 @@ def test_early_copies_are_as_many_as_there_is_room_for() -> None:
     assert torch.equal(rows_of(bench.table, bench.blocks, 3), bench.shelf.rows[:, 3])
 
 
+@pytest.mark.usefixtures("three_early")
 @pytest.mark.parametrize("filled", [True, False])
 def test_what_was_told_piece_by_piece_is_cut_anew(filled: bool) -> None:
     """As it becomes known a layer is many copies; those of which nothing was copied are as few as its memory allows."""
@@ -561,12 +568,12 @@ def test_what_was_told_piece_by_piece_is_cut_anew(filled: bool) -> None:
     early = bench.pipe.early()
     for at in range(6):
         bench.pipe.more(early, bench.shelf.give(at, at + 1), 0, CH)
-    assert copies(bench) == EARLY_LAYERS * 6
+    assert copies(bench) == 3 * 6
     if filled:
         bench.pipe.fill(early)
     bench.run([RestingSpan((), 0, bench.blocks, early)])
     bench.streams.run()
-    assert copies(bench) == EARLY_LAYERS * 6 + (6 - EARLY_LAYERS) * 2
+    assert copies(bench) == 3 * 6 + 3 * 2
     assert all(torch.equal(rows_of(bench.table, bench.blocks, i), bench.shelf.rows[:, i]) for i in range(6))
     assert len(bench.pipe._free) == 30
 

@@ -770,7 +770,7 @@ class Early:
     (1, CH + 1, 0, [(0, CH)]),
 ])  # fmt: skip
 def test_a_worker_is_told_of_chunks_as_they_are_found(monkeypatch, stored, prompt, local, pieces):
-    monkeypatch.setattr(scheduler_module, "MATCH_FIRST", 1)
+    monkeypatch.setattr(scheduler_module, "MATCH_FIRST", (1, 2))
     monkeypatch.setattr(scheduler_module, "MATCH_CHUNKS", 2)
     early = Early()
     rig, ids = Rig(early=early), range(prompt)
@@ -800,7 +800,7 @@ def test_a_load_for_which_there_are_no_blocks_is_told_of_once():
 
 
 def test_a_worker_that_wants_no_more(monkeypatch):
-    monkeypatch.setattr(scheduler_module, "MATCH_FIRST", 1)
+    monkeypatch.setattr(scheduler_module, "MATCH_FIRST", (1, 2))
     monkeypatch.setattr(scheduler_module, "MATCH_CHUNKS", 1)
     early = Early(takes=1)
     rig = Rig(early=early)
