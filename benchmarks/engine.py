@@ -221,12 +221,20 @@ class CaptureEngine(Engine):
 
     def ttft(self, tokens: int, seed: str) -> dict[str, float]:
         """Milliseconds to the first token of one prompt, in an engine that has just served another."""
-        before, request = (self._requests(1, count, MORE, f"{seed} {count}")[0] for count in (min(ROUSE, tokens), tokens))
-        self._first_token(before)
-        self._drain()
-        span, _ = self._first_token(request)
+        (before,) = self._requests(1, min(ROUSE, tokens), MORE, f"{seed}, before it")  # other tokens: nothing of it may be known
+        (request,) = self._requests(1, tokens, MORE, seed)
+        for one in (before, request):
+            span, output = self._first_token(one)
+            self._drain()
+            if known := (output.num_cached_tokens or 0) + self._found_stored():
+                raise RuntimeError(f"a prompt of {tokens} tokens was to be new, and {known} tokens or chunks of it were known")
         self._finish()
         return {f"ttft {tokens} ms": span}
+
+    def _found_stored(self) -> int:
+        """Chunks that were captured and found to be in the store already, ever."""
+        side = self._worker()
+        return 0 if side is None else sum(count for name, count in side.counters.items() if name.endswith(".exists"))
 
     def decode(self, seed: str) -> dict[str, float]:
         """Tokens per second of many requests at once, and the time of a step in between."""
@@ -568,7 +576,7 @@ def main(argv: list[str] | None = None) -> int:
     cuda = torch.cuda.is_available()
     batched = max(tokens) if args.tiny else 8192
     options = {
-        "enable_prefix_caching": False,
+        "enable_prefix_caching": True,  # as by default; without it, vLLM hashes prompts only for an engine that has a connector
         "max_model_len": max(*tokens, PROMPT + NEW + MORE) + 256,
         "max_num_batched_tokens": max(batched, max(tokens) + 256 if not cuda else 0),
         "max_num_seqs": REQUESTS,

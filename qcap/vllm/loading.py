@@ -44,9 +44,9 @@ STAGING_BYTES = 16 << 20
 RESTING_BYTES = 32 << 20
 """Size of a device buffer that rows pass through which lie in this process's memory."""
 RESTING_BYTES_CPU = 1 << 20
-AHEAD_BYTES = {"all": 2 << 30, "salted": 256 << 20}
+AHEAD_BYTES = {"all": 1 << 30, "salted": 256 << 20}
 """Device memory for such buffers by what is loaded, as far as nothing else is said and there is eight times as much. Beyond the few that
-loads need, they hold what is copied before the engine has given a request its blocks and begun the step: 36 ms of a fast link."""
+loads need, they hold what is copied before the engine has given a request its blocks and begun the step: 18 ms of a fast link."""
 READERS = 16
 """Chunks that are read at once."""
 
