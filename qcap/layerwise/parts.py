@@ -87,12 +87,14 @@ class Part:
 
     Attributes:
         lengths: tokens of each piece.
+        size: elements of a layer of it.
         sources: ``[L, t * H]`` on the host, one for each piece and plane; ``[L, planes * t * H]`` of a piece whose planes lie side by side.
     """
 
     def __init__(self, connector: LayerConnector, pieces: Sequence[Piece]) -> None:
         self._planes, self._hidden = connector.num_planes, connector.hidden
         self.lengths = [end - start for _, start, end in pieces]
+        self.size = sum(self.lengths) * connector.num_planes * connector.hidden
         self.sources: list[torch.Tensor] = []
         for (run, start, _), length in zip(pieces, self.lengths, strict=True):
             by_plane, by_layer, row, _ = run.stride()
@@ -102,15 +104,16 @@ class Part:
             else:
                 self.sources += [run.as_strided((run.shape[1], width), (by_layer, 1), first + p * by_plane) for p in range(self._planes)]
 
-    def places(self, buffer: torch.Tensor) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Where each source goes in ``buffer``; and what is then to be scattered, ``[planes, t, H]`` of each piece."""
+    def places(self, buffer: torch.Tensor, begin: int = 0) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Where each source goes in ``buffer``, from element ``begin`` on; and what is then to be scattered, ``[planes, t, H]`` of each
+        piece."""
         hidden, planes = self._hidden, self._planes
-        targets, staged, first = [], [], 0
+        targets, staged, first = [], [], begin
         for source in self.sources:
             width = source.shape[1]
             targets.append(buffer.as_strided((width,), (1,), first))
             first += width
-        first = 0
+        first = begin
         for length in self.lengths:
             plane = length * hidden
             staged.append(buffer.as_strided((planes, length, hidden), (plane, hidden, 1), first))

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -165,8 +165,7 @@ class RestingPipe:
         if early in self._early:
             self._early.remove(early)
             for one in early.cuts:
-                self._free.extend(one.copied.values())  # their next copies are on the same stream, behind these
-                one.copied = {}
+                self._give_up(one)  # the buffers' next copies are on the same stream, behind these
             leases, early.leases = early.leases, []
             self._let_go(leases)
             self.poll()
@@ -178,13 +177,20 @@ class RestingPipe:
             early.cuts.append(_Cut(range(first.layers.stop, layers), self._parts(joined(early.pieces))))
 
     def _copy_early(self, one: _Cut, places: Sequence[tuple[int, int]]) -> None:
-        """What of ``places`` was not copied, in their order, as far as there is room."""
-        places = [place for place in places if place not in one.copied][: max(len(self._free) - LEAST_SLOTS, 0)]
+        """What of ``places`` was not copied, in their order, as far as there is room: of a small part several layers go into one buffer."""
+        places = [place for place in places if place not in one.copied]
+        begun: dict[int, tuple[_Slot, int]] = {}  # part -> its last buffer, and how much of that is taken
         if places:
             with self._streams.on(self._streams.load):
                 for layer, index in places:
-                    one.copied[layer, index] = slot = self._free.popleft()
-                    self._copy(one.parts[index], layer, slot)
+                    part = one.parts[index]
+                    slot, taken = begun.get(index, (None, 0))
+                    if slot is None or taken + part.size > len(slot.buffer):
+                        if len(self._free) <= LEAST_SLOTS:
+                            return
+                        slot, taken = self._free.popleft(), 0
+                    one.copied[layer, index] = self._copy(part, layer, slot, taken)
+                    begun[index] = (slot, taken + part.size)
 
     # -- the steps
 
@@ -265,7 +271,7 @@ class RestingPipe:
     def end(self) -> None:
         """Nothing more is queued. What was queued and not waited for, compute waits for: its pages may get new owners. Twice is fine."""
         for one in self._cuts:
-            self._free.extend(one.copied.values())  # copied, and never needed
+            self._give_up(one)  # copied, and never needed
         self._cuts = []
         self._pending.clear()
         try:
@@ -306,11 +312,11 @@ class RestingPipe:
                 left = [place for place in left if place not in here] if len(here) < len(left) else []
                 with streams.on(streams.pages):
                     for one, index in here:
-                        slot = one.copied.pop((layer, index))
+                        room = one.copied.pop((layer, index))
                         try:
-                            self._write(slot, layer, one.blocks[index])
+                            self._write(room, layer, one.blocks[index])
                         finally:
-                            self._free.append(slot)
+                            self._let_in(room.slot)
         finally:
             place = layer % len(self._events)
             self._events[place] = streams.record(streams.pages, self._events[place])
@@ -331,32 +337,49 @@ class RestingPipe:
             with self._streams.on(self._streams.load):
                 while most and self._pending and self._free:
                     layer, one, index = self._pending.popleft()
-                    one.copied[layer, index] = slot = self._free.popleft()
-                    self._copy(one.parts[index], layer, slot)
+                    one.copied[layer, index] = self._copy(one.parts[index], layer, self._free.popleft())
                     most -= 1
 
-    def _copy(self, part: Part, layer: int, slot: _Slot) -> None:
-        """Queue the copies of one layer of ``part`` into a buffer that nobody else has, on the load stream, which is current."""
+    def _copy(self, part: Part, layer: int, slot: _Slot, first: int = 0) -> _Room:
+        """Queue the copies of one layer of ``part`` into a buffer, from element ``first`` on, on the load stream, which is current. What
+        else is in the buffer has come there since it was last free."""
         streams, copy = self._streams, self._connector.copy
         self._touched = True
+        slot.used += 1
         try:
             if slot.free is not None:
                 streams.wait(streams.load, slot.free)
-            targets, slot.staged = part.places(slot.buffer)
-            for target, source in zip(targets, part.sources, strict=True):
-                copy(target, source[layer])
-        finally:
-            slot.copied = streams.record(streams.load, slot.copied)
+            targets, staged = part.places(slot.buffer, first)
+            try:
+                for target, source in zip(targets, part.sources, strict=True):
+                    copy(target, source[layer])
+            finally:
+                slot.copied = streams.record(streams.load, slot.copied)
+        except BaseException:
+            self._let_in(slot)
+            raise
+        return _Room(slot, staged)
 
-    def _write(self, slot: _Slot, layer: int, blocks: Sequence[torch.Tensor]) -> None:
+    def _write(self, room: _Room, layer: int, blocks: Sequence[torch.Tensor]) -> None:
         """Queue the scatters of a part that was copied, on the pages stream, which is current."""
-        streams = self._streams
+        streams, slot = self._streams, room.slot
         streams.wait(streams.pages, slot.copied)
         try:
-            for staged, ids in zip(slot.staged, blocks, strict=True):
+            for staged, ids in zip(room.staged, blocks, strict=True):
                 self._connector.write(layer, staged, ids)
         finally:
             slot.free = streams.record(streams.pages, slot.free)
+
+    def _let_in(self, slot: _Slot) -> None:
+        """One layer of a part less is in it."""
+        slot.used -= 1
+        if not slot.used:
+            self._free.append(slot)
+
+    def _give_up(self, one: _Cut) -> None:
+        for room in one.copied.values():
+            self._let_in(room.slot)
+        one.copied = {}
 
     def _fail(self, error: Exception) -> None:
         self.failure = self.failure or error
@@ -416,13 +439,21 @@ class RestingPipe:
 
 
 class _Slot:
-    """A staging buffer, an event behind the last copy into it, one behind the last scatter out of it, and what is to be scattered."""
+    """A staging buffer, an event behind the last copy into it, one behind the last scatter out of it, and how many layers of parts it
+    holds."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
         self.copied: Any = None
         self.free: Any = None
-        self.staged: Sequence[torch.Tensor] = ()
+        self.used = 0
+
+
+class _Room(NamedTuple):
+    """Where one layer of a part is, or will be; and what of it is to be scattered."""
+
+    slot: _Slot
+    staged: Sequence[torch.Tensor]
 
 
 class _Cut:
@@ -430,7 +461,7 @@ class _Cut:
 
     def __init__(self, layers: range, parts: Sequence[Part] = ()) -> None:
         self.layers, self.parts = layers, list(parts)
-        self.copied: dict[tuple[int, int], _Slot] = {}
+        self.copied: dict[tuple[int, int], _Room] = {}
         self.blocks: list[list[torch.Tensor]] = []  # of each part and piece
 
     def add(self, parts: Sequence[Part]) -> int:

@@ -578,6 +578,23 @@ def test_what_was_told_piece_by_piece_is_cut_anew(filled: bool) -> None:
     assert len(bench.pipe._free) == 30
 
 
+@pytest.mark.parametrize("slots", [3, 4, 5, 9])
+def test_layers_of_a_small_part_share_a_buffer(slots: int) -> None:
+    """Two layers of two chunks fill a buffer of four; it is free again when both were scattered."""
+    bench = Bench(5, (2,), staging=4 * CH, slots=slots)
+    early = bench.pipe.early()
+    bench.pipe.more(early, bench.shelf.give(0, 2), 0, 2 * CH)
+    bench.pipe.fill(early)
+    assert copies(bench) == min(5, 2 * (slots - 2)) and len(bench.pipe._free) == max(2, slots - 3)
+    bench.pipe.begin([RestingSpan((), 0, bench.blocks, early)])
+    for layer in range(5):
+        bench.pipe.layer(layer)
+    bench.pipe.end()
+    bench.streams.run()
+    assert copies(bench) == 5 and len(bench.pipe._free) == slots == len(set(map(id, bench.pipe._free)))
+    assert all(torch.equal(rows_of(bench.table, bench.blocks, i), bench.shelf.rows[:, i]) for i in range(5))
+
+
 def test_early_copies_that_nobody_wants_keep_the_memory_until_they_are_over() -> None:  # L43
     bench = Bench(4, (2, 1), slots=6)
     bench.streams.busy_while_asked = False
