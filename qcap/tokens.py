@@ -175,8 +175,8 @@ class ChunkKey:
     def sibling(self, digest: str) -> ChunkKey:
         """The key of another chunk that differs from this one in its tokens alone: nothing else has to be checked again."""
         key = object.__new__(ChunkKey)
-        key.__dict__.update(self.__dict__)
-        key.__dict__["digest"] = digest
+        key.__dict__.update(self.__dict__, digest=digest)
+        key.__dict__.pop("_fingerprint", None)  # that of this one, if it was asked for
         return key
 
     def __hash__(self) -> int:

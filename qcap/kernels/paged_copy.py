@@ -11,6 +11,7 @@
 - out/source [planes, l, nb*N, heads*D]  the table's dtype, on the table's device or in pinned host memory; contiguous, or with the planes
              of a layer side by side: contiguous as ``[l, planes, nb*N, heads*D]``. For the layers first_layer..first_layer+l-1, l >= 1,
              all of them the table's.
+             Pinned memory is addressed by its host address, which CUDA knows as its own (unified addressing).
              ``out[p, k, i*N + n, h*D + d] = views[first_layer + k][p][block_ids[i], h, n, d]``, bit for bit. There is no cast.
 
 Graph-safe: the grid comes from shapes, nothing is allocated and nothing waits. Elements are addressed with 64 bits. All layers go in one

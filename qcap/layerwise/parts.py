@@ -105,9 +105,10 @@ class Part:
                 self.sources += [run.as_strided((run.shape[1], width), (by_layer, 1), first + p * by_plane) for p in range(self._planes)]
 
     def places(self, buffer: torch.Tensor, begin: int = 0) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Where each source goes in ``buffer``, from element ``begin`` on; and what is then to be scattered, ``[planes, t, H]`` of each
-        piece."""
+        """Where each source goes in ``buffer``, flat, from element ``begin`` on; and what is then to be scattered, ``[planes, t, H]`` of
+        each piece."""
         hidden, planes = self._hidden, self._planes
+        begin += int(buffer.storage_offset())
         targets, staged, first = [], [], begin
         for source in self.sources:
             width = source.shape[1]

@@ -46,10 +46,11 @@ class EarlyCopies:
 
     Attributes:
         tokens: how many it has been given.
+        filled: whether these are all.
     """
 
     def __init__(self, layers: range) -> None:
-        self.tokens = 0
+        self.tokens, self.filled = 0, False
         self.leases: list[Lease] = []
         self.pieces: list[Piece] = []
         self.cuts = [_Cut(layers)]  # as it was given; and, once all of it is known, as it is best cut for the layers behind those
@@ -143,19 +144,23 @@ class RestingPipe:
         room. The leases are the pipe's from here on.
 
         Raises:
+            StepOrderError: all of it was told before: it was filled.
             Exception: the chunks are not what they should be, or the device failed: drop it.
         """
         early.leases += [chunk.lease for chunk in chunks]
+        first = early.cuts[0]
+        if early.filled:
+            raise StepOrderError("more() out of turn: the load was told of to its end; the steps are early, more .., fill")
         pieces = self._pieces(chunks, skip, tokens)
         early.pieces += pieces
         early.tokens += tokens
-        (first,) = early.cuts
         new = range(len(first.parts), len(first.parts) + first.add(self._parts(pieces)))
         self._copy_early(first, [(layer, index) for layer in first.layers for index in new])
 
     @torch.inference_mode()
     def fill(self, early: EarlyCopies) -> None:
         """It has all its tokens: as much of it is copied as there is room. Raises as :meth:`more`."""
+        early.filled = True
         self._complete(early)
         for one in early.cuts:
             self._copy_early(one, [place for layer in one.layers for place in one.places(layer)])
@@ -354,16 +359,18 @@ class RestingPipe:
                 for target, source in zip(targets, part.sources, strict=True):
                     copy(target, source[layer])
             finally:
-                slot.copied = streams.record(streams.load, slot.copied)
+                copied = slot.copied.pop() if slot.copied else None
+                copied = streams.record(streams.load, copied)
         except BaseException:
             self._let_in(slot)
             raise
-        return _Room(slot, staged)
+        return _Room(slot, staged, copied)
 
     def _write(self, room: _Room, layer: int, blocks: Sequence[torch.Tensor]) -> None:
         """Queue the scatters of a part that was copied, on the pages stream, which is current."""
         streams, slot = self._streams, room.slot
-        streams.wait(streams.pages, slot.copied)
+        streams.wait(streams.pages, room.copied)
+        slot.copied.append(room.copied)  # to be used again: who waits for it waits for what it stands for now
         try:
             for staged, ids in zip(room.staged, blocks, strict=True):
                 self._connector.write(layer, staged, ids)
@@ -378,6 +385,7 @@ class RestingPipe:
 
     def _give_up(self, one: _Cut) -> None:
         for room in one.copied.values():
+            room.slot.copied.append(room.copied)
             self._let_in(room.slot)
         one.copied = {}
 
@@ -439,21 +447,21 @@ class RestingPipe:
 
 
 class _Slot:
-    """A staging buffer, an event behind the last copy into it, one behind the last scatter out of it, and how many layers of parts it
-    holds."""
+    """A staging buffer, events for copies into it, one behind the last scatter out of it, and how many layers of parts it holds."""
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
-        self.copied: Any = None
+        self.copied: list[Any] = []  # that nobody else needs
         self.free: Any = None
         self.used = 0
 
 
 class _Room(NamedTuple):
-    """Where one layer of a part is, or will be; and what of it is to be scattered."""
+    """Where one layer of a part is, once ``copied`` is over; and what of it is to be scattered."""
 
     slot: _Slot
     staged: Sequence[torch.Tensor]
+    copied: Any
 
 
 class _Cut:

@@ -482,7 +482,7 @@ class LayerLoads:
             if entry.early is not None:
                 self._pipe.drop(entry.early.copies)
             if entry.job is not None:
-                entry.job.close()
+                entry.attempt(lambda entry: entry.job.close())  # type: ignore[union-attr]
 
 
 class LentLayers:
@@ -565,7 +565,7 @@ class _Entry:
     def give_up(self) -> None:
         """What is not done is not done any more; memory goes back when nobody uses it."""
         if self.job is not None:
-            self.job.close()
+            self.attempt(lambda entry: entry.job.close())  # type: ignore[union-attr]
         if self.slots is not None:
             self.slots.release()
 

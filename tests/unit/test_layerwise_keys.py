@@ -37,6 +37,16 @@ def test_tags_and_salts_are_part_of_it() -> None:  # K21 L45
     assert len({key.layer(0) for key in [KEY, *others]}) == len({str(key.layer(0)) for key in [KEY, *others]}) == 5
 
 
+def test_a_sibling_is_the_key_of_other_tokens() -> None:
+    for asked in (False, True):  # what a key remembers of itself is not the sibling's
+        key = dataclasses.replace(KEY)
+        if asked:
+            key.fingerprint()
+        sibling, plain = key.sibling("e" * 64), dataclasses.replace(KEY, digest="e" * 64)
+        assert sibling == plain != key and hash(sibling) == hash(plain)
+        assert sibling.fingerprint() == plain.fingerprint() != key.fingerprint()
+
+
 def test_the_text_form_reads_back() -> None:  # K22
     rng = random.Random(0)
     texts = ["a", "@", "=", "%", "a@b=c%40", "é", "\n", " ", "##query", "1", "org/m", "-1", "~."]

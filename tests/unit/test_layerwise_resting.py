@@ -595,6 +595,50 @@ def test_layers_of_a_small_part_share_a_buffer(slots: int) -> None:
     assert all(torch.equal(rows_of(bench.table, bench.blocks, i), bench.shelf.rows[:, i]) for i in range(5))
 
 
+@pytest.mark.parametrize("layers", [4, 8])
+def test_a_load_that_was_told_of_to_its_end_is_told_of_no_more(layers: int) -> None:
+    bench = Bench(layers, (3,), staging=CH, slots=12)
+    early = bench.pipe.early()
+    bench.pipe.more(early, bench.shelf.give(0, 2), 0, 2 * CH)
+    bench.pipe.fill(early)
+    with pytest.raises(StepOrderError, match="to its end"):
+        bench.pipe.more(early, bench.shelf.give(2, 3), 0, CH)
+    bench.pipe.begin([RestingSpan((), 0, bench.blocks, early)])
+    assert isinstance(bench.pipe.failure, ShapeError), "it has fewer tokens than there are blocks"
+    bench.streams.run()
+    bench.pipe.poll()
+    assert bench.shelf.lent() == 0 and len(bench.pipe._free) == 12
+
+
+def test_a_layer_waits_for_its_own_copies_alone() -> None:
+    """Also where its buffer holds others."""
+    bench = Bench(5, (1,), staging=8 * CH, slots=3)
+    bench.streams.busy_while_asked = False
+    early = bench.pipe.early()
+    bench.pipe.more(early, bench.shelf.give(0, 1), 0, CH)
+    rooms = early.cuts[0].copied
+    assert len(rooms) == 5 and len({id(room.slot) for room in rooms.values()}) == 1
+    assert len({id(room.copied) for room in rooms.values()}) == 5
+    bench.run([RestingSpan((), 0, bench.blocks, early)])
+    bench.streams.run()
+    assert all(torch.equal(rows_of(bench.table, bench.blocks, i), bench.shelf.rows[:, i]) for i in range(5))
+
+
+def test_buffers_that_are_slices_of_one_block(monkeypatch) -> None:
+    block, taken = torch.empty(64 * CH * H), 0
+
+    def slice_of(connector: SimConnector, tokens: int) -> torch.Tensor:
+        nonlocal taken
+        taken += connector.num_planes * tokens * connector.hidden
+        return block[taken - connector.num_planes * tokens * connector.hidden : taken]
+
+    monkeypatch.setattr(SimConnector, "new_staging", slice_of)
+    bench = Bench(4, (3,), slots=4, staging=CH)
+    seen = bench.run([bench.span()])
+    bench.streams.run()
+    assert bench.pipe.failure is None and all(torch.equal(seen[i], bench.shelf.rows[:, i]) for i in range(4))
+
+
 def test_early_copies_that_nobody_wants_keep_the_memory_until_they_are_over() -> None:  # L43
     bench = Bench(4, (2, 1), slots=6)
     bench.streams.busy_while_asked = False
@@ -1048,6 +1092,28 @@ def test_a_mistake_of_ours_fails_loads_and_nothing_else(rig, monkeypatch) -> Non
     monkeypatch.setattr(r.loads._pipe, "layer", lambda index: 1 / 0)
     outcomes = r.run(r.load(0))
     assert isinstance(outcomes[0].problem, ZeroDivisionError) and r.shelf.lent() == 0
+
+
+def test_loads_that_cannot_even_be_given_up_raise_nothing(rig, monkeypatch) -> None:
+    r = rig()
+    r.store.elsewhere = {0}  # load 0 is fetched
+    r.loads.begin([r.load(0), r.load(1)])
+    jobs = [entry.job for entry in r.loads._entries if entry.job is not None]
+    assert len(jobs) == 1
+    real = jobs[0].close
+
+    def close() -> None:
+        real()
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(jobs[0], "close", close)
+    monkeypatch.setattr(jobs[0], "layer", lambda index: 1 / 0)
+    for layer in range(4):
+        r.loads.layer(layer)
+    outcomes = r.loads.end()
+    assert isinstance(outcomes[0].problem, ZeroDivisionError) and outcomes[1].problem is not None
+    r.loads.close()
+    assert r.shelf.lent() == 0
 
 
 def test_how_much_device_memory() -> None:
