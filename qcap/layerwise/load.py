@@ -371,7 +371,7 @@ class LayerwiseLoad:
                 with streams.on(streams.load):
                     connector.to_device(layer, buffer[:, :tokens], self._blocks[: tokens // connector.block_size])
             finally:
-                event = streams.record(streams.load)
+                event = streams.record(streams.load)  # if there is none to be had, the buffer stays lent: who knows what still reads it
                 self._batch.queued[layer] = flight.last = event
                 flight.copies.append(event)
                 self.gear.host.give(buffer, event)  # the pool keeps it until the copy is over
