@@ -37,7 +37,9 @@ _PAUSE_S = 0.0005
 LEAST_SLOTS = 2
 """Buffers that copies which begin early leave to loads that have their pages."""
 EARLY_LAYERS = 5
-"""So many layers of what is known of a load are copied at once, early: the link has work until more of it is known."""
+"""At most so many layers of what is known of a load are copied at once, early: the link has work until more of it is known."""
+EARLY_PARTS = 6
+"""And no more than leave room for the first layer of so many parts."""
 
 
 class EarlyCopies:
@@ -133,9 +135,11 @@ class RestingPipe:
 
     def early(self) -> EarlyCopies | None:
         """A load to come, with no tokens so far; None if every buffer has its use."""
-        if len(self._free) <= LEAST_SLOTS:
+        room = len(self._free) - LEAST_SLOTS
+        if room <= 0:
             return None
-        self._early.append(early := EarlyCopies(range(min(EARLY_LAYERS, self._connector.num_layers))))
+        layers = min(EARLY_LAYERS, max(room // EARLY_PARTS, 1), self._connector.num_layers)
+        self._early.append(early := EarlyCopies(range(layers)))
         return early
 
     @torch.inference_mode()

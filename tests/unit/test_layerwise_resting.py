@@ -485,9 +485,11 @@ def tell(bench: Bench, start: int, end: int, steps: int, rng: random.Random) -> 
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_copies_that_begin_early(seed: int) -> None:  # L14 L17 L42
+def test_copies_that_begin_early(monkeypatch, seed: int) -> None:  # L14 L17 L42
     """Random loads, of which some are told of before, between the steps and in the middle of others', and some of those never come."""
     rng = random.Random(seed)
+    monkeypatch.setattr(resting, "EARLY_LAYERS", rng.choice([1, 2, 5, 9]))
+    monkeypatch.setattr(resting, "EARLY_PARTS", rng.choice([1, 1, 2, 6]))
     layers, sizes = rng.randrange(1, 6), tuple(rng.randrange(1, 4) for _ in range(rng.randrange(2, 5)))
     bench = Bench(layers, sizes, staging=rng.choice([N, 3 * N, 1000]), slots=rng.choice([2, 3, 5, 12]), ahead=rng.randrange(4), seed=seed)
     total, came = len(bench.shelf.chunks) * CH, 0
@@ -522,6 +524,17 @@ def test_copies_that_begin_early(seed: int) -> None:  # L14 L17 L42
 @pytest.fixture
 def three_early(monkeypatch) -> None:
     monkeypatch.setattr(resting, "EARLY_LAYERS", 3)
+    monkeypatch.setattr(resting, "EARLY_PARTS", 1)
+
+
+@pytest.mark.parametrize(("slots", "layers"), [(3, 1), (13, 1), (14, 2), (31, 4), (32, 5), (90, 5)])
+def test_the_first_layer_of_a_long_load_comes_before_deeper_ones(slots: int, layers: int) -> None:
+    bench = Bench(8, (1,) * 6, staging=CH, slots=slots)
+    early = bench.pipe.early()
+    for at in range(6):
+        bench.pipe.more(early, bench.shelf.give(at, at + 1), 0, CH)
+    assert early.cuts[0].layers == range(layers)
+    assert [layer for layer, _ in early.cuts[0].copied].count(0) == min(6, slots - 2)
 
 
 @pytest.mark.usefixtures("three_early")
@@ -578,9 +591,10 @@ def test_what_was_told_piece_by_piece_is_cut_anew(filled: bool) -> None:
     assert len(bench.pipe._free) == 30
 
 
-@pytest.mark.parametrize("slots", [3, 4, 5, 9])
-def test_layers_of_a_small_part_share_a_buffer(slots: int) -> None:
+@pytest.mark.parametrize("slots", [4, 5, 9])
+def test_layers_of_a_small_part_share_a_buffer(monkeypatch, slots: int) -> None:
     """Two layers of two chunks fill a buffer of four; it is free again when both were scattered."""
+    monkeypatch.setattr(resting, "EARLY_PARTS", 1)
     bench = Bench(5, (2,), staging=4 * CH, slots=slots)
     early = bench.pipe.early()
     bench.pipe.more(early, bench.shelf.give(0, 2), 0, 2 * CH)
@@ -610,9 +624,10 @@ def test_a_load_that_was_told_of_to_its_end_is_told_of_no_more(layers: int) -> N
     assert bench.shelf.lent() == 0 and len(bench.pipe._free) == 12
 
 
-def test_a_layer_waits_for_its_own_copies_alone() -> None:
+def test_a_layer_waits_for_its_own_copies_alone(monkeypatch) -> None:
     """Also where its buffer holds others."""
-    bench = Bench(5, (1,), staging=8 * CH, slots=3)
+    monkeypatch.setattr(resting, "EARLY_PARTS", 1)
+    bench = Bench(5, (1,), staging=8 * CH, slots=7)
     bench.streams.busy_while_asked = False
     early = bench.pipe.early()
     bench.pipe.more(early, bench.shelf.give(0, 1), 0, CH)
