@@ -66,7 +66,7 @@ class KVFeature:
         if not reading:
             return
         if step.number == 0 or any(request.skip == "block-table-unknown" for request in step.requests):
-            self._wait(reading[-1][0])  # which blocks it writes is not known
+            self._stager.wait_for(reading[-1][0])  # which blocks it writes is not known
             return
         n = self._geometry.block_size
         written = set(step.overwritten)
@@ -76,10 +76,7 @@ class KVFeature:
             written.update(load.block_ids[load.start // n :])
         for event, blocks in reading:
             if not written.isdisjoint(blocks):
-                self._wait(event)
-
-    def _wait(self, event: Any) -> None:
-        self._stager.wait_for(event)
+                self._stager.wait_for(event)
 
     def layer_done(self, layer: int) -> None:
         """The pages of layers up to ``layer`` hold what this step writes: what is due may leave."""
@@ -130,7 +127,7 @@ class KVFeature:
         if job.packed is not None:
             self._reading.append((job.packed, frozenset(job.block_ids.tolist())))
             if self._strict:
-                self._wait(job.packed)
+                self._stager.wait_for(job.packed)
 
     def end(self) -> None:
         """Chunks that were due and that nobody took give their memory back."""

@@ -79,7 +79,7 @@ class QueryFeature(QueryBooks):
     def begin(self, step: Step) -> None:
         """Send the step's plan to the device: one copy, nothing awaited by the host."""
         if self._reading is not None:  # blocks of chunks on their way have been given back already: the device waits, if it must
-            torch.cuda.current_stream(self._device).wait_event(self._reading)
+            self._stager.wait_for(self._reading)
             self._reading = None
         plan = self.ledger.begin(step)
         if len(plan.block_ids) > self._plan.num_blocks:

@@ -109,8 +109,8 @@ class StreamBudget:
 class _Leaving:
     """Rows of a device buffer that a copy still reads: the device waits before it writes over them."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, stager: PageStager) -> None:
+        self._stager = stager
         self._spans: deque[tuple[int, int, Any]] = deque()  # (first, last, event), in the order of their copies
 
     def add(self, first: int, last: int, event: Any) -> None:
@@ -124,7 +124,7 @@ class _Leaving:
             spans.popleft()
         overlapping = [event for a, b, event in spans if a < last and first < b]
         if overlapping:  # copies are over in their order, so the last one will do
-            torch.cuda.current_stream(self._device).wait_event(overlapping[-1])
+            self._stager.wait_for(overlapping[-1])
 
 
 def _give_back(arena: HostArena, rows: StepRows) -> None:
@@ -187,8 +187,8 @@ class StreamingQueryFeature(QueryBooks):
         self._resting: deque[StepRecord] = deque()  # of steps whose rows are in the arena still: most chunks fill before it does
         self._arena.watch(lambda: self._relieve(0))
         self.ledger: StreamLedger = StreamLedger(geometry.block_size, geometry.chunk_size, num_kv_blocks, self._on_skip)
-        self._leaving = _Leaving(device)  # resident rows on their way
-        self._leaving_large = _Leaving(device)  # and rows of the windows
+        self._leaving = _Leaving(stager)  # resident rows on their way
+        self._leaving_large = _Leaving(stager)  # and rows of the windows
         self._together = self._places = 1  # layers that leave in one copy, and such groups that the windows hold
         self._recorded_layers = recorded_layers if self._cuda else 1
         self._recorded: list[torch.Tensor] = []  # queries of the last layers, put away with the next ones

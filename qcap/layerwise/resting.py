@@ -158,7 +158,9 @@ class RestingPipe:
         pieces = self._pieces(chunks, skip, tokens)
         early.pieces += pieces
         early.tokens += tokens
-        new = range(len(first.parts), len(first.parts) + first.add(self._parts(pieces)))
+        known = len(first.parts)
+        first.parts += self._parts(pieces)
+        new = range(known, len(first.parts))
         self._copy_early(first, [(layer, index) for layer in first.layers for index in new])
 
     @torch.inference_mode()
@@ -475,11 +477,6 @@ class _Cut:
         self.layers, self.parts = layers, list(parts)
         self.copied: dict[tuple[int, int], _Room] = {}
         self.blocks: list[list[torch.Tensor]] = []  # of each part and piece
-
-    def add(self, parts: Sequence[Part]) -> int:
-        """More parts; how many."""
-        self.parts += parts
-        return len(parts)
 
     def places(self, layer: int) -> list[tuple[int, int]]:
         """(layer, part) of each part."""
