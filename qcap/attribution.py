@@ -21,6 +21,7 @@ import torch
 
 from qcap.errors import ConfigError
 from qcap.ring import QRingBuffer
+from qcap.tokens import TokenChunk
 
 
 class RequestStep(NamedTuple):  # hundreds are made a step: a dataclass costs several times as much
@@ -122,14 +123,19 @@ def _joined(parts: Sequence[Sequence[int]], count: int) -> np.ndarray:
 
 
 class TokenUpdate(NamedTuple):
-    """Token ids that became known: ``ids`` are those of positions ``offset, offset + 1, ...`` of request ``uid``."""
+    """Token ids that became known: ``ids`` are those of positions ``offset, offset + 1, ...`` of request ``uid``.
+
+    ``chunks``: the sequence's first whole chunks, if the sender knows them and ``ids`` holds all of their tokens; hashing a long prompt
+    again would take the engine's thread milliseconds.
+    """
 
     uid: int
     offset: int
     ids: tuple[int, ...]
+    chunks: tuple[TokenChunk, ...] = ()
 
 
-token_update: Callable[[tuple[int, int, tuple[int, ...]]], TokenUpdate] = partial(tuple.__new__, TokenUpdate)
+token_update: Callable[[tuple[int, int, tuple[int, ...], tuple[TokenChunk, ...]]], TokenUpdate] = partial(tuple.__new__, TokenUpdate)
 """A :class:`TokenUpdate` of its fields in their order."""
 
 

@@ -97,11 +97,12 @@ class ChunkedTokenDatabase:
         """All whole chunks of ``tokens``, from token 0."""
         return self.extend([], tokens)
 
-    def extend(self, known: list[TokenChunk], tokens: TokenIds) -> list[TokenChunk]:
-        """``known`` (this sequence's first chunks) followed by the rest of ``tokens``' whole chunks; hashes only what is new."""
+    def extend(self, known: list[TokenChunk], tokens: TokenIds, upto: int | None = None) -> list[TokenChunk]:
+        """``known`` (this sequence's first chunks) followed by the rest of the whole chunks of ``tokens[:upto]``; hashes only what is
+        new. Nothing is asked of ``tokens`` but that slices of it are token ids."""
         size, chunks = self.chunk_size, list(known)
         first = len(chunks) * size
-        raw = _as_bytes(tokens[first:] if first else tokens)  # all at once: an engine waits for this
+        raw = _as_bytes(tokens[first:upto])  # all at once: an engine waits for this
         parent = chunks[-1].digest if chunks else ROOT_DIGEST
         for at in range(0, len(raw) - 4 * size + 1, 4 * size):
             digest = blake3(bytes.fromhex(parent) + raw[at : at + 4 * size]).hexdigest()

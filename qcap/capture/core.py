@@ -236,7 +236,7 @@ class Capture:
             for index in range(request.start // size, request.end // size):
                 if index in staged or len(track.block_ids) * self.geometry.block_size < (index + 1) * size:
                     continue
-                if self.backend.cheap_contains and self._already_stored(track, kind, index, look=True):
+                if self.backend.cheap_contains and self._stored_of(track, kind, [index]):
                     continue
                 if not self._may_wait and not self._has_room((len(due) + 1) * self.geometry.chunk_bytes(kind)):
                     return due
@@ -319,6 +319,7 @@ class Capture:
         for feature in list(self.features):
             with self.guard("taking chunks", feature):
                 staged = track.staged.setdefault(feature.kind, set())
+                there: set[int] | None = None
                 for index, stage in feature.take(track, final_tokens):
                     if index in staged:
                         continue
@@ -326,8 +327,10 @@ class Capture:
                     if track.barred:
                         track.reasons.setdefault(feature.kind, {})[index] = track.barred
                         continue
-                    asked = (track.uid, feature.kind, index) in self._absent
-                    if not asked and self.backend.cheap_contains and self._already_stored(track, feature.kind, index):
+                    if there is None:  # of all at once: a prefix that was loaded or cached is many chunks, and the engine waits
+                        there = self._there(track, feature.kind, index, final_tokens)
+                    if index in there:
+                        self._exists(track, feature.kind, index)
                         continue
                     if not self._may_wait and not self._has_room(self.geometry.chunk_bytes(feature.kind)):
                         self._lose(track, feature.kind, index, "store-busy")  # before it costs device and host memory
@@ -346,22 +349,41 @@ class Capture:
             self.counters[f"{kind.value}.skipped.{reason}"] += 1
             track.reasons.setdefault(kind, {})[index] = reason
 
-    def _already_stored(self, track: RequestTrack, kind: CacheKind, index: int, *, look: bool = False) -> bool:
-        """Whether a chunk is in the store; if so it counts as stored by this request, unless this is only a ``look``."""
-        if index >= len(track.chunks):
-            return False  # token ids not known yet
-        key = chunk_key(kind, self.geometry, track.chunks[index].digest, track.salt)
+    def _there(self, track: RequestTrack, kind: CacheKind, first: int, final_tokens: int) -> set[int]:
+        """Those chunks from ``first`` on that are whole below ``final_tokens``, were not staged before or asked for in this step, and are
+        in the store; none where asking costs a round trip."""
+        if not self.backend.cheap_contains:
+            return set()
+        uid, absent, staged = track.uid, self._absent, track.staged[kind]
+        rest = range(first + 1, final_tokens // self.geometry.chunk_size)
+        wanted = [first, *(i for i in rest if i not in staged)]
+        return self._stored_of(track, kind, [i for i in wanted if (uid, kind, i) not in absent])
+
+    def _stored_of(self, track: RequestTrack, kind: CacheKind, indices: Sequence[int]) -> set[int]:
+        """Those of the chunks that are in the store, as far as their token ids are known and the store can be asked."""
+        indices = [index for index in indices if index < len(track.chunks)]
+        if not indices:
+            return set()
+        key = chunk_key(kind, self.geometry, track.chunks[indices[0]].digest, track.salt)
         try:
-            if not self.backend.contains([key])[0]:
-                return False
+            found = self.backend.contains([key.sibling(track.chunks[index].digest) for index in indices])
         except StoreError as error:
             self.counters["store.unavailable"] += 1
             often.warning("the store cannot be asked: %s", error)
+            return set()
+        return {index for index, there in zip(indices, found, strict=True) if there}
+
+    def _exists(self, track: RequestTrack, kind: CacheKind, index: int) -> None:
+        """A chunk that is in the store counts as stored by this request."""
+        with self._book:
+            track.stored.setdefault(kind, set()).add(index)
+            self.counters[f"{kind.value}.exists"] += 1
+
+    def _already_stored(self, track: RequestTrack, kind: CacheKind, index: int) -> bool:
+        """Whether a chunk is in the store; if so it counts as stored by this request."""
+        if not self._stored_of(track, kind, [index]):
             return False
-        if not look:
-            with self._book:
-                track.stored.setdefault(kind, set()).add(index)
-                self.counters[f"{kind.value}.exists"] += 1
+        self._exists(track, kind, index)
         return True
 
     def _has_room(self, nbytes: int) -> bool:
@@ -439,7 +461,7 @@ class Capture:
 
     def _learn(self, updates: Iterable[TokenUpdate]) -> None:
         tracks, size = self._tracks, self.geometry.chunk_size
-        for uid, offset, ids in updates:
+        for uid, offset, ids, chunks in updates:
             track = tracks.get(uid)
             if track is None:
                 continue
@@ -454,11 +476,11 @@ class Capture:
                 ids = ids[known - offset :]
             track.tokens.extend(ids)
             if len(track.tokens) // size > len(track.chunks):
-                self._extend(track)
+                self._extend(track, chunks)
 
-    def _extend(self, track: RequestTrack) -> None:
-        """More whole chunks of token ids are known: those that waited for that are published soon."""
-        track.chunks = self._database.extend(track.chunks, track.tokens)
+    def _extend(self, track: RequestTrack, known: Sequence[TokenChunk] = ()) -> None:
+        """More whole chunks of token ids are known: those that waited for that are published soon. ``known``: the first of them."""
+        track.chunks = self._database.extend(track.chunks or list(known), track.tokens)
         for kind, waiting in track.waiting.items():
             for index in [i for i in waiting if i < len(track.chunks)]:
                 staged = waiting.pop(index)
@@ -511,8 +533,9 @@ class Capture:
             if all(f.kind is not kind for f in self.features) and kind.value not in self._off and kind not in self._refused:
                 continue
             have = {i for i in track.stored.get(kind, set()) if i < whole}
-            for index in range(min(whole, len(track.chunks))):  # an earlier run may have left it there
-                if index not in have and not track.barred and self._already_stored(track, kind, index):
+            if not track.barred:  # an earlier run may have left the others there
+                for index in self._stored_of(track, kind, [i for i in range(whole) if i not in have]):
+                    self._exists(track, kind, index)
                     have.add(index)
             stored[kind.value] = tuple(sorted(have))
             reasons = Counter(

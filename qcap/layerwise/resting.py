@@ -36,9 +36,9 @@ logger = logging.getLogger("qcap.layerwise")
 _PAUSE_S = 0.0005
 LEAST_SLOTS = 2
 """Buffers that copies which begin early leave to loads that have their pages."""
-EARLY_LAYERS = 5
+EARLY_LAYERS = 8
 """At most so many layers of what is known of a load are copied at once, early: the link has work until more of it is known."""
-EARLY_PARTS = 6
+EARLY_PARTS = 3
 """And no more than leave room for the first layer of so many parts."""
 
 

@@ -41,7 +41,7 @@ POOL_BYTES = 1 << 30
 """Most host memory for layers on their way in."""
 STAGING_BYTES = 16 << 20
 """Size of the device buffer that a fetched layer's rows pass through."""
-RESTING_BYTES = 32 << 20
+RESTING_BYTES = 64 << 20
 """Size of a device buffer that rows pass through which lie in this process's memory."""
 RESTING_BYTES_CPU = 1 << 20
 AHEAD_BYTES = {"all": 1 << 30, "salted": 256 << 20}

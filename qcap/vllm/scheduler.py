@@ -156,11 +156,10 @@ class SchedulerSide:
     def _is_edit(self, followed: _Followed) -> bool:
         """Whether the first stored chunk of this sequence under its salt is an edit's; True if that cannot be told. If none is stored, the
         salt is a tenant's."""
-        token_ids = list(followed.request.all_token_ids)
         try:
             for number in self._probes(followed):
                 if number >= len(followed.chunks):
-                    self._chunks(followed, 2 * number + 1, token_ids)
+                    self._chunks(followed, 2 * number + 1)
                 chunk = followed.chunks[number]
                 keys = self._parts.keys(CacheKind.KV, chunk.digest, followed.salt)
                 text = self._store().edit_of(keys[0]) if number == 0 else None  # most often that is all there is to ask
@@ -243,14 +242,13 @@ class SchedulerSide:
             self._backend = self._open_backend()
         return self._backend
 
-    def _chunks(self, followed: _Followed, upto: int | None = None, token_ids: list[int] | None = None) -> list[TokenChunk]:
-        """The request's whole chunks so far, the first ``upto`` at least; hashes only what is new. ``token_ids``: its, if at hand."""
-        size, known = self._config.chunk_size, len(followed.chunks)
-        whole = len(followed.request.all_token_ids) // size
+    def _chunks(self, followed: _Followed, upto: int | None = None) -> list[TokenChunk]:
+        """The request's whole chunks so far, the first ``upto`` at least; hashes only what is new."""
+        size, token_ids = self._config.chunk_size, followed.request.all_token_ids
+        whole = len(token_ids) // size
         upto = whole if upto is None else min(upto, whole)
-        if upto > known:
-            token_ids = list(followed.request.all_token_ids) if token_ids is None else token_ids
-            followed.chunks = self._database.extend(followed.chunks, token_ids[: upto * size])
+        if upto > len(followed.chunks):
+            followed.chunks = self._database.extend(followed.chunks, token_ids, upto * size)
         return followed.chunks
 
     # ---- matching -----------------------------------------------------------------------------------------------------------------
@@ -288,16 +286,15 @@ class SchedulerSide:
         size, early = self._config.chunk_size, None if followed.told_early else self._early
         wanted, stored, told = -(-limit // size), 0, local_tokens
         first = local_tokens // size
-        token_ids = list(followed.request.all_token_ids)
         while stored < wanted:
             ends = MATCH_FIRST if early is not None else ()
             upto = min(next((first + n for n in ends if stored < first + n), stored + MATCH_CHUNKS), wanted)
-            chunks = self._chunks(followed, upto, token_ids)
+            chunks = self._chunks(followed, upto)
             stored += self._stored_chunks(chunks[stored:upto], followed.salt)
             end = min(stored * size, limit)
             if early is not None and end > told:
                 followed.told_early = True
-                if not early.more(followed.uid, followed.salt, told, end, chunks, token_ids):
+                if not early.more(followed.uid, followed.salt, told, end, chunks, followed.request.all_token_ids):
                     early = None
                 told = end
             if stored < upto:
@@ -495,8 +492,14 @@ def _learned(followed: Iterable[_Followed]) -> list[TokenUpdate]:
             ids = tuple(f.request.all_token_ids[told:])
             if ids:
                 f.told = told + len(ids)
-                updates.append(token_update((f.uid, told, ids)))
+                updates.append(token_update((f.uid, told, ids, () if told or not f.chunks else _of_prompt(f))))
     return updates
+
+
+def _of_prompt(followed: _Followed) -> tuple[TokenChunk, ...]:
+    """The chunks that were cut of a request's prompt, which stays what it is."""
+    prompt = followed.request.num_prompt_tokens
+    return tuple(chunk for chunk in followed.chunks if chunk.end <= prompt)
 
 
 def _overwritten(output: Any) -> tuple[int, ...]:

@@ -108,7 +108,7 @@ def test_a_new_request():  # A2 A3 A24 A25
     (r,) = step.requests
     assert (r.request_id, r.salt, r.start, r.end, r.first_block, tuple(r.block_ids)) == ("a", "u1", 0, 10, 0, (7, 2, 5))
     assert r.admitted and not r.skip and step.number == 1
-    assert step.tokens == (TokenUpdate(r.uid, 0, tuple(range(10))),)
+    assert [update[:3] for update in step.tokens] == [(r.uid, 0, tuple(range(10)))]
 
 
 def test_blocks_of_the_captured_group_are_taken():  # A24
@@ -216,7 +216,22 @@ def test_ids_of_a_request_that_could_not_be_admitted_yet():  # D11: asked for, n
     assert rig.step().tokens == ()
     assert rig.step().tokens == ()
     step = rig.admit(request, [1, 2, 3], 10)
-    assert step.tokens == (TokenUpdate(step.requests[0].uid, 0, tuple(range(10))),)
+    assert [update[:3] for update in step.tokens] == [(step.requests[0].uid, 0, tuple(range(10)))]
+
+
+def test_chunks_are_told_with_the_prompt_that_they_were_cut_of():  # a worker need not hash 32 thousand ids again
+    rig = Rig()
+    request = make_request(prompt=range(21))
+    first = rig.admit(request, [1, 2, 3, 4, 5, 6], 21).tokens[0]
+    assert first.chunks == tuple(ChunkedTokenDatabase(8).chunks(list(range(21))))
+    request.all_token_ids += [50, 51, 52]
+    assert rig.step(cached=[(request, None, 21)], scheduled={"a": 1}).tokens[0].chunks == ()  # none are told twice
+
+
+def test_no_chunk_is_told_of_ids_that_were_sampled():  # a request that was preempted before the worker knew it: they may change
+    rig = Rig()
+    request = make_request(prompt=range(9), all_token_ids=list(range(24)))
+    assert rig.admit(request, [1, 2, 3, 4, 5, 6], 24).tokens[0].chunks == tuple(ChunkedTokenDatabase(8).chunks(list(range(9))))
 
 
 def test_ids_are_told_once_and_late_ones_when_they_are_known():

@@ -127,7 +127,7 @@ def test_places_and_rows_count_on_from_one_request_to_the_next(seed):
 
 def test_what_is_made_of_its_fields_is_what_the_constructor_makes():
     fields = (1, "r1", "salt", 3, 5, 0, array("q", [7, 8]), True, "lora")
-    made, update = request_step(fields), token_update((1, 4, (9,)))
+    made, update = request_step(fields), token_update((1, 4, (9,), ()))
     assert type(made) is RequestStep and made == RequestStep(*fields) and made.skip == "lora"
     assert type(update) is TokenUpdate and update == TokenUpdate(1, 4, (9,)) and update.ids == (9,)
 
