@@ -1,9 +1,9 @@
 """Host memory for what is on its way to the store, and how pages get there.
 
 One :class:`HostArena` a rank: page-locked where the device is a GPU, made once, bounded, reported. :class:`PageStager` brings blocks of
-a :class:`~qcap.kernels.PageTable` into it, layer by layer if it is asked to: a *pack* stream gathers into small device slots, a *copy*
-stream moves each slot to the host while the next one is being packed. The compute stream is never made to wait for either, and the host
-waits for nothing.
+a :class:`~qcap.kernels.PageTable` into it, layer by layer if it is asked to: a *pack* stream gathers into small device slots, two *copy*
+streams in turns move each slot to the host while the next one is being packed. The compute stream is never made to wait for any of them,
+and the host waits for nothing.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from qcap import kernels
+from qcap.connectors.streams import Turns
 from qcap.errors import ConfigError, Unsupported
 from qcap.kernels import PageTable
 
@@ -278,11 +279,17 @@ class PageStager:
         self.nbytes = 0
         self._now: Any = None  # recorded again and again: who waits for an event waits for its last record before that
         if self._cuda:
-            self._pack, self.copy = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._pack = torch.cuda.Stream(device)
+            self._turns = Turns(torch.cuda.Stream(device), torch.cuda.Stream(device), _record, _wait)
             self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
             self._slot_events = [(torch.cuda.Event(), torch.cuda.Event()) for _ in range(2)]  # packed; may be packed again
             self._turn = 0
             self.nbytes = 2 * slot_bytes
+
+    @property
+    def copy(self) -> Any:
+        """The copy stream whose turn it is: an event on it is behind all that was queued on both."""
+        return self._turns.current
 
     def send(self, values: Sequence[int] | np.ndarray) -> torch.Tensor:
         """int64 indices on the device, sent on the current stream without waiting for it."""
@@ -336,8 +343,9 @@ class PageStager:
         if not self._cuda:
             target.copy_(source)
             return
-        engine = self._follow_engine(self.copy)
-        torch.cuda.set_stream(self.copy)  # what torch.cuda.stream() does, without the object that it makes
+        copy = self._turns.take(source.nbytes)
+        engine = self._follow_engine(copy)
+        torch.cuda.set_stream(copy)  # what torch.cuda.stream() does, without the object that it makes
         try:
             target.copy_(source, non_blocking=True)
         finally:
@@ -384,13 +392,14 @@ class PageStager:
         slot = self._slots[turn][:nbytes].view(host.dtype).view(layers, planes, count, width)
         target = host.transpose(0, 1)[layer : layer + layers, :, token : token + count]
         engine, packed, free = torch.cuda.current_stream(self._index), *self._slot_events[turn]
+        copy = self._turns.take(nbytes)
         torch.cuda.set_stream(self._pack)
         try:
             self._pack.wait_event(free)
             kernels.gather_pages(table, ids, slot.transpose(0, 1), layer)
             packed.record()
-            self.copy.wait_event(packed)
-            torch.cuda.set_stream(self.copy)
+            copy.wait_event(packed)
+            torch.cuda.set_stream(copy)
             if target.is_contiguous():
                 target.copy_(slot, non_blocking=True)
             else:  # a part of one layer
@@ -433,6 +442,16 @@ class PageStager:
         packed = torch.cuda.Event()
         packed.record(self._pack)
         return packed, self.copied()
+
+
+def _record(stream: Any, event: Any) -> Any:
+    event = event or torch.cuda.Event()
+    event.record(stream)
+    return event
+
+
+def _wait(stream: Any, event: Any) -> None:
+    stream.wait_event(event)
 
 
 def _lock_pages(block: torch.Tensor) -> None:

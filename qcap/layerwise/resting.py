@@ -4,11 +4,12 @@ is taken, no thread is used, and the engine's thread waits for nothing.
 A layer goes in parts, each through one of a few staging buffers on the device, so that the copy into one runs beside the scatter out of
 another::
 
-    load stream     wait until the buffer was scattered | copies into it, one a run of neighbouring chunks | event
+    load streams    wait until the buffer was scattered | copies into it, one a run of neighbouring chunks | event
     pages stream    wait for that event | scatters to the pages | event: the buffer may be written again
     compute         before layer i: waits for the event behind its last scatter
 
-Copies are on one stream, in the order in which layers need them: the device has one engine for them, and does not take turns.
+Copies come in the order in which layers need them. Two streams take :class:`~qcap.connectors.streams.Turns` at them, so that an engine's
+own small copies get through.
 Copies need no pages, so those of a load that is sure to come may begin before the engine has given it blocks: :class:`EarlyCopies`.
 """
 
@@ -25,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from qcap.connectors.streams import Streams
+from qcap.connectors.streams import Streams, Turns
 from qcap.errors import ConfigError, ShapeError, StepOrderError
 from qcap.layerwise.connector import LayerConnector
 from qcap.layerwise.parts import Part, Piece, cut, joined, pieces_of
@@ -105,6 +106,7 @@ class RestingPipe:
             raise ConfigError(f"loads need {LEAST_SLOTS} staging buffers, got {slots}")
         self.failure: Exception | None = None
         self._streams, self._connector, self._ahead = streams, connector, ahead
+        self._turns = Turns(streams.load, streams.load_twin, streams.record, streams.wait)
         self._tokens = max(staging_tokens // connector.block_size, 1) * connector.block_size
         self._slots = [_Slot(connector.new_staging(self._tokens)) for _ in range(slots)]
         self._free = deque(self._slots)
@@ -176,7 +178,7 @@ class RestingPipe:
         if early in self._early:
             self._early.remove(early)
             for one in early.cuts:
-                self._give_up(one)  # the buffers' next copies are on the same stream, behind these
+                self._give_up(one)  # the buffers' next copies come behind these
             leases, early.leases = early.leases, []
             self._let_go(leases)
             self.poll()
@@ -191,17 +193,15 @@ class RestingPipe:
         """What of ``places`` was not copied, in their order, as far as there is room: of a small part several layers go into one buffer."""
         places = [place for place in places if place not in one.copied]
         begun: dict[int, tuple[_Slot, int]] = {}  # part -> its last buffer, and how much of that is taken
-        if places:
-            with self._streams.on(self._streams.load):
-                for layer, index in places:
-                    part = one.parts[index]
-                    slot, taken = begun.get(index, (None, 0))
-                    if slot is None or taken + part.size > len(slot.buffer):
-                        if len(self._free) <= LEAST_SLOTS:
-                            return
-                        slot, taken = self._free.popleft(), 0
-                    one.copied[layer, index] = self._copy(part, layer, slot, taken)
-                    begun[index] = (slot, taken + part.size)
+        for layer, index in places:
+            part = one.parts[index]
+            slot, taken = begun.get(index, (None, 0))
+            if slot is None or taken + part.size > len(slot.buffer):
+                if len(self._free) <= LEAST_SLOTS:
+                    return
+                slot, taken = self._free.popleft(), 0
+            one.copied[layer, index] = self._copy(part, layer, slot, taken)
+            begun[index] = (slot, taken + part.size)
 
     # -- the steps
 
@@ -344,29 +344,29 @@ class RestingPipe:
         A layer's parts find some: all but two were given to layers behind it at most, and to those only early; and what is copied here is
         copied in order.
         """
-        if most and self._pending and self._free:
-            with self._streams.on(self._streams.load):
-                while most and self._pending and self._free:
-                    layer, one, index = self._pending.popleft()
-                    one.copied[layer, index] = self._copy(one.parts[index], layer, self._free.popleft())
-                    most -= 1
+        while most and self._pending and self._free:
+            layer, one, index = self._pending.popleft()
+            one.copied[layer, index] = self._copy(one.parts[index], layer, self._free.popleft())
+            most -= 1
 
     def _copy(self, part: Part, layer: int, slot: _Slot, first: int = 0) -> _Room:
-        """Queue the copies of one layer of ``part`` into a buffer, from element ``first`` on, on the load stream, which is current. What
-        else is in the buffer has come there since it was last free."""
+        """Queue the copies of one layer of ``part`` into a buffer, from element ``first`` on. What else is in the buffer has come there
+        since it was last free."""
         streams, copy = self._streams, self._connector.copy
         self._touched = True
         slot.used += 1
         try:
+            load = self._turns.take(part.size * slot.buffer.element_size())
             if slot.free is not None:
-                streams.wait(streams.load, slot.free)
+                streams.wait(load, slot.free)
             targets, staged = part.places(slot.buffer, first)
             try:
-                for target, source in zip(targets, part.sources, strict=True):
-                    copy(target, source[layer])
+                with streams.on(load):
+                    for target, source in zip(targets, part.sources, strict=True):
+                        copy(target, source[layer])
             finally:
                 copied = slot.copied.pop() if slot.copied else None
-                copied = streams.record(streams.load, copied)
+                copied = streams.record(load, copied)
         except BaseException:
             self._let_in(slot)
             raise
@@ -426,7 +426,7 @@ class RestingPipe:
         event: Any = None
         if self._touched:
             try:
-                event = self._streams.record(self._streams.load)
+                event = self._streams.record(self._turns.current)
             except Exception:
                 logger.exception("a device cannot be asked whether its copies are over: their memory is kept until the end")
                 event = _Unknown()

@@ -14,6 +14,9 @@ from typing import Any
 import torch
 
 from qcap import kernels
+from qcap.capture import staging
+from qcap.connectors import streams
+from qcap.connectors.streams import Turns
 
 
 class Marker:
@@ -113,6 +116,7 @@ class LateDevice:
     def install(self, monkeypatch: Any) -> None:
         """torch.cuda's streams and events, asynchronous copies and qcap's kernels are this device's from now on."""
         device = self
+        monkeypatch.setattr(streams, "TURN_BYTES", self.random.choice([1, 2000, 1 << 30]))
         monkeypatch.setattr(torch.cuda, "Event", self.Event)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: device.current)
         monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: setattr(device, "current", stream))
@@ -132,7 +136,8 @@ class LateDevice:
 
     def own(self, feature: Any, stager: Any, slot_bytes: int) -> None:
         """Make a feature and a stager, built for the CPU, believe that their memory is this device's."""
-        stager._cuda, stager._pack, stager.copy = True, LateStream(self), LateStream(self)
+        stager._cuda, stager._pack = True, LateStream(self)
+        stager._turns = Turns(LateStream(self), LateStream(self), staging._record, staging._wait)
         stager._slots, stager._turn = [torch.zeros(slot_bytes, dtype=torch.uint8) for _ in range(2)], 0
         stager._slot_events = [(self.Event(), self.Event()) for _ in range(2)]
         stager.send = lambda values: torch.as_tensor(values).clone()

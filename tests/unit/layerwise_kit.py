@@ -62,13 +62,14 @@ class SimEvent:
 class SimStreams:
     """Streams as queues. Work is done when :meth:`step` or :meth:`run` says, in a random order that waits and streams allow."""
 
-    load, store, pages = "load", "store", "pages"
+    load, load_twin, store, pages = "load", "load twin", "store", "pages"
 
     def __init__(self, seed: int = 0) -> None:
         self.rng = random.Random(seed)
         self.trace: list[tuple[object, ...]] = []
-        self.queues: dict[str, deque[tuple[str, object]]] = {name: deque() for name in ("compute", "load", "store", "pages")}
+        self.queues: dict[str, deque[tuple[str, object]]] = {name: deque() for name in ("compute", "load", "load twin", "store", "pages")}
         self.busy_while_asked = True
+        self.slow: str | None = None  # a stream that goes on only when no other one can
         self._here = threading.local()
         self._lock = threading.RLock()
         self.events_made = 0
@@ -106,12 +107,19 @@ class SimStreams:
         with self._lock:
             self.queues[getattr(self._here, "stream", "compute")].append(("call", call))
 
+    def _ready(self) -> list[str]:
+        return [name for name, q in self.queues.items() if q and not (q[0][0] == "wait" and not q[0][1].done)]
+
+    def can_go_without(self, stream: str) -> bool:
+        """Whether any other stream has something to do that waits for nothing."""
+        return any(name != stream for name in self._ready())
+
     def step(self) -> bool:
         with self._lock:
-            ready = [q for q in self.queues.values() if q and not (q[0][0] == "wait" and not q[0][1].done)]
+            ready = self._ready()
             if not ready:
                 return False
-            what, thing = self.rng.choice(ready).popleft()
+            what, thing = self.queues[self.rng.choice([name for name in ready if name != self.slow] or ready)].popleft()
             if what == "call":
                 thing()
             elif what == "record":
