@@ -102,7 +102,7 @@ class CaptureConfig:
             half of it, a quarter with ``skip``; older ones move to ordinary memory). None takes two steps of the largest size, at least
             256 MiB and at most 8 GiB. Key ``qcap.host_bytes``.
         load_ahead_bytes: device memory for what is loaded before the engine has given a request its blocks, from ``memory://`` on a GPU.
-            None takes 1 GiB with ``load="all"`` and 256 MiB with ``"salted"``, an eighth of what is free if that is less; 0 takes none.
+            None takes 2 GiB with ``load="all"`` and 256 MiB with ``"salted"``, an eighth of what is free if that is less; 0 takes none.
             Key ``qcap.load_ahead_bytes``.
         model_name: the name to store under; None takes the engine's. Key ``qcap.model_name``.
     """

@@ -41,12 +41,13 @@ POOL_BYTES = 1 << 30
 """Most host memory for layers on their way in."""
 STAGING_BYTES = 16 << 20
 """Size of the device buffer that a fetched layer's rows pass through."""
-RESTING_BYTES = 64 << 20
-"""Size of a device buffer that rows pass through which lie in this process's memory."""
+RESTING_BYTES = 32 << 20, 64 << 20
+"""Size of a device buffer that rows pass through which lie in this process's memory, at least and at most: a sixteenth of what all of them
+may take. The larger they are, the fewer calls a layer costs the engine's thread."""
 RESTING_BYTES_CPU = 1 << 20
-AHEAD_BYTES = {"all": 1 << 30, "salted": 256 << 20}
+AHEAD_BYTES = {"all": 2 << 30, "salted": 256 << 20}
 """Device memory for such buffers by what is loaded, as far as nothing else is said and there is eight times as much. Beyond the few that
-loads need, they hold what is copied before the engine has given a request its blocks and begun the step: 18 ms of a fast link."""
+loads need, they hold what is copied before the engine has given a request its blocks and begun the step: 36 ms of a fast link."""
 READERS = 16
 """Chunks that are read at once."""
 
@@ -175,7 +176,8 @@ class LayerLoads:
         if cuda:
             connector.warm_up()
         if resting_bytes is None:
-            resting_bytes = min(RESTING_BYTES if cuda else RESTING_BYTES_CPU, table.num_blocks * geometry.block_size * row)
+            least, most = RESTING_BYTES if cuda else (RESTING_BYTES_CPU, RESTING_BYTES_CPU)
+            resting_bytes = min(max(ahead_bytes // 16, least), most, table.num_blocks * geometry.block_size * row)
         slots = max(ahead_bytes // resting_bytes, 4 if cuda else 2)
         self._pipe = RestingPipe(streams, connector, staging_tokens=resting_bytes // row, slots=slots)
         self.device_bytes = sum(buffer.nbytes for buffer in connector.staging) + self._pipe.nbytes

@@ -692,7 +692,7 @@ def test_how_much_device_memory_loads_may_have_early(monkeypatch):
     assert worker_module._ahead_bytes(config, cuda, here) == 128 << 20, "an eighth of what is left"
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (17 << 30, 80 << 30))
     assert worker_module._ahead_bytes(config, cuda, here) == 256 << 20, "edits come one at a time"
-    assert worker_module._ahead_bytes(replace(config, load="all"), cuda, here) == 1 << 30
+    assert worker_module._ahead_bytes(replace(config, load="all"), cuda, here) == 2 << 30
     assert worker_module._ahead_bytes(replace(config, load_ahead_bytes=0), cuda, here) == 0
     assert worker_module._ahead_bytes(replace(config, load_ahead_bytes=5), cuda, here) == 5
     assert worker_module._ahead_bytes(config, cuda, elsewhere) == worker_module._ahead_bytes(config, torch.device("cpu"), here) == 0
