@@ -93,7 +93,7 @@ class CaptureConfig:
         ring_blocks: blocks of a resident ring, which holds all layers on the device until a chunk is whole, in place of the streaming
             one. Key ``qcap.q.ring_blocks``.
         ring_depth: steps of the largest size that a resident ring holds. Key ``qcap.q.ring_depth``.
-        recorded_layers: layers whose queries one launch of a recorded graph puts away, 1 to 4. With more of them a decode step costs less.
+        recorded_layers: layers whose queries one launch of a recorded graph puts away, 1 to 8. With more of them a decode step costs less.
             It relies on queries that are still referred to not being written over by the layers behind them; where an engine is not known
             to keep to that (compiled so that attention is not a piece of its own), it is 1 whatever is set. Key
             ``qcap.q.recorded_layers``, default 4.
@@ -127,8 +127,8 @@ class CaptureConfig:
     def __post_init__(self) -> None:
         if self.blending and not self.layerwise:
             raise ConfigError("qcap.blending works a layer at a time: set qcap.layerwise too, or qcap.blending to false")
-        if not 1 <= self.recorded_layers <= 4:
-            raise ConfigError(f"qcap.q.recorded_layers must lie in 1..4, got {self.recorded_layers}")
+        if not 1 <= self.recorded_layers <= 8:
+            raise ConfigError(f"qcap.q.recorded_layers must lie in 1..8, got {self.recorded_layers}")
 
     @classmethod
     def from_extra(cls, extra: Mapping[str, Any]) -> CaptureConfig:

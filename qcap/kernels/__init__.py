@@ -93,7 +93,7 @@ def row_scatter(rows: torch.Tensor, ring_slots: torch.Tensor, ring: torch.Tensor
 
 
 def row_scatter_layers(rows: Sequence[torch.Tensor], ring_slots: torch.Tensor, ring: torch.Tensor) -> None:
-    """:func:`row_scatter` of 1 to 4 layers, one tensor each, into ``ring`` ``[S, G, H]``. See :mod:`qcap.kernels.row_scatter`."""
+    """:func:`row_scatter` of 1 to 8 layers, one tensor each, into ``ring`` ``[S, G, H]``. See :mod:`qcap.kernels.row_scatter`."""
     if ring.is_cuda:
         launcher = _launchers.get("row_scatter_layers") or _launcher("row_scatter", "row_scatter_layers")
         launcher(rows, ring_slots, ring)  # likewise

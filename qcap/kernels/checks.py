@@ -13,7 +13,7 @@ INT64 = (torch.int64,)
 INT_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 MATHS_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROW_DTYPES = (*MATHS_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64)  # int64: a step number a row
-MAX_LAYERS = 4  # of row_scatter_layers: its kernel has a pointer each
+MAX_LAYERS = 8  # of row_scatter_layers: its kernel has a pointer each
 
 
 def _wrong(op: str, name: str, wanted: str, got: object, cause: str) -> ValueError:

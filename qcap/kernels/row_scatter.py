@@ -15,7 +15,7 @@ Raises ValueError on a wrong shape, dtype, stride or device.
 
 ``row_scatter_layers(rows, ring_slots, ring) -> None``: the same for G layers in one launch, whose cost is most of a decode step's scatter.
 
-- rows        1 to 4 tensors ``[R, H]`` of one dtype, shape, row stride and column stride, at any addresses, read; ``rows[g]`` is layer g's.
+- rows        1 to 8 tensors ``[R, H]`` of one dtype, shape, row stride and column stride, at any addresses, read; ``rows[g]`` is layer g's.
 - ring_slots  as above, one slot a row for all layers.
 - ring        [S, G, H]   column stride 1, any slot and layer stride (``ring_all[:, first : first + G]``, say), written. Row i of
                           ``rows[g]`` goes to ``ring[ring_slots[i], g]``.
@@ -61,10 +61,14 @@ def row_scatter_kernel(
 
 @triton.jit
 def row_scatter_layers_kernel(
-    rows_0_ptr,  # [R, H], and the three after it; past the last layer it is any of them, and not looked at
+    rows_0_ptr,  # [R, H], and the seven after it; past the last layer it is any of them, and not looked at
     rows_1_ptr,
     rows_2_ptr,
     rows_3_ptr,
+    rows_4_ptr,
+    rows_5_ptr,
+    rows_6_ptr,
+    rows_7_ptr,
     ring_slots_ptr,  # [>= R]
     ring_ptr,  # [S, G, H]
     num_slots,  # S
@@ -79,7 +83,9 @@ def row_scatter_layers_kernel(
     column = tl.program_id(1).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     layer = tl.program_id(2)
     # Selects, not a table of addresses: nothing to load before the rows, and the compiler still knows the addresses' alignment.
-    rows_ptr = tl.where(layer < 2, tl.where(layer == 0, rows_0_ptr, rows_1_ptr), tl.where(layer == 2, rows_2_ptr, rows_3_ptr))
+    low = tl.where(layer < 2, tl.where(layer == 0, rows_0_ptr, rows_1_ptr), tl.where(layer == 2, rows_2_ptr, rows_3_ptr))
+    high = tl.where(layer < 6, tl.where(layer == 4, rows_4_ptr, rows_5_ptr), tl.where(layer == 6, rows_6_ptr, rows_7_ptr))
+    rows_ptr = tl.where(layer < 4, low, high)
     values = tl.load(rows_ptr + row * stride_row + column * stride_col, mask=column < H)  # under way while the slot is looked up
     slot = tl.load(ring_slots_ptr + row)
     if (slot >= 0) & (slot < num_slots):
@@ -129,4 +135,4 @@ def row_scatter_layers(rows: Sequence[torch.Tensor], ring_slots: torch.Tensor, r
     grid = (num_rows, (width + block - 1) // block, num_layers)
     numbers = (num_slots, stride_row, stride_col, stride_slot, stride_layer)
     pointers = (*rows, *[first] * (checks.MAX_LAYERS - num_layers), ring_slots, ring)
-    _launch_layers(grid, pointers, (seen, seen, seen, seen, torch.int64, kept), numbers, (width, block), _WARPS)
+    _launch_layers(grid, pointers, (*[seen] * checks.MAX_LAYERS, torch.int64, kept), numbers, (width, block), _WARPS)

@@ -48,7 +48,7 @@ def model() -> str:
     return str(tiny_model_path("llama", "bfloat16"))
 
 
-@pytest.mark.parametrize("recorded_layers", [1, 4])
+@pytest.mark.parametrize("recorded_layers", [1, 4, 8])
 def test_rows_under_graphs(model: str, tmp_path: Path, recorded_layers: int) -> None:
     """Acceptance 9: prefill (piecewise) and decode (full graphs) rows of Q and KV. # C36 A31"""
     prompts = jobs.make_prompts([37, 301, 120, 64, 511, 18, 90, 200], 1000, seed=13)

@@ -281,7 +281,7 @@ def check_layers(function, guarded, same_bits, rows, slots, num_slots, dtype, fi
     return ring
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3, 4])
+@pytest.mark.parametrize("layers", range(1, 9))
 def test_layers_land_in_their_layer(load, device, guarded, same_bits, layers):  # R24 R25 R26
     rows = rows_of_layers(layers, (4, 16), torch.float32, device)
     slots = slots_of([0, -1, 10, -7], device)
@@ -430,8 +430,8 @@ def other_rows(change):
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
-        ("rows", lambda rows: [], "1 to 4"),
-        ("rows", lambda rows: (rows * 2)[:5], "1 to 4"),
+        ("rows", lambda rows: [], "1 to 8"),
+        ("rows", lambda rows: (rows * 3)[:9], "1 to 8"),
         ("rows", lambda rows: rows[:2], "[S, 2, H]"),
         ("rows", lambda rows: [t.view(4, 2, 4) for t in rows], "not flattened"),
         ("rows", lambda rows: [t.double() for t in rows], "float64"),
@@ -492,14 +492,14 @@ def layers_launches(pair, monkeypatch):
     return launcher, calls
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3, 4])
+@pytest.mark.parametrize("layers", range(1, 9))
 def test_layers_are_one_launch(layers_launches, device, layers):
     launcher, calls = layers_launches
     rows = rows_of_layers(layers, (3, 4100), torch.bfloat16, device)
     launcher(rows, slots_of([1, 0, -1], device), torch.zeros(2, layers, 4100, device=device))
     ((grid, tensors, dtypes, numbers, constants, _),) = calls
     assert grid == (3, 2, layers) and [tensor.data_ptr() for tensor in tensors[:layers]] == [t.data_ptr() for t in rows]
-    assert len(tensors) == len(dtypes) == 6 and all(tensor.dtype == dtype for tensor, dtype in zip(tensors, dtypes, strict=True))
+    assert len(tensors) == len(dtypes) == 10 and all(tensor.dtype == dtype for tensor, dtype in zip(tensors, dtypes, strict=True))
     assert numbers == (2, 4100, 1, layers * 4100, 4100) and constants == (4100, 4096)
 
 
@@ -513,7 +513,7 @@ def test_a_copy_of_layers_sees_bits_and_a_cast_sees_floats(layers_launches, devi
     ):
         rows = [torch.zeros(3, 8, dtype=source, device=device)] * 2
         launcher(rows, slots_of([1, 0, -1], device), torch.zeros(2, 2, 8, dtype=target, device=device))
-        assert calls.pop()[2] == (seen[0],) * 4 + (torch.int64, seen[1])
+        assert calls.pop()[2] == (seen[0],) * 8 + (torch.int64, seen[1])
 
 
 def test_nothing_to_scatter_is_no_launch(layers_launches, device):  # R32: a grid of none is an error on a GPU
@@ -531,8 +531,8 @@ def test_the_layers_kernel_takes_pointers_then_numbers_then_constants(pair):  # 
     pair("row_scatter")
     kernel = sys.modules["qcap.kernels.row_scatter"].row_scatter_layers_kernel
     names = list(inspect.signature(kernel.fn).parameters)
-    assert [name.endswith("_ptr") for name in names] == [True] * 6 + [False] * 7
-    assert [name.isupper() for name in names] == [False] * 11 + [True] * 2
+    assert [name.endswith("_ptr") for name in names] == [True] * 10 + [False] * 7
+    assert [name.isupper() for name in names] == [False] * 15 + [True] * 2
 
 
 _PTX = """
@@ -562,7 +562,7 @@ def test_loads_and_stores_are_16_bytes_wide():
         assert accesses == ["ld.global.v4.b32"] * 4 + ["ld.global.b64"] + ["st.global.v4.b32"] * 4
 
 
-@pytest.mark.parametrize("layers", [1, 2, 3, 4])
+@pytest.mark.parametrize("layers", range(1, 9))
 def test_layers_replay_in_a_graph(pair, cuda, captured, layers):  # C36 A31
     kernel, reference = pair("row_scatter", "row_scatter_layers")
     fused, slots = [torch.randn(33, 3 * 96, device=cuda) for _ in range(layers)], torch.arange(40, device=cuda)
