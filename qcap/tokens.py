@@ -99,10 +99,18 @@ class ChunkedTokenDatabase:
 
     def extend(self, known: list[TokenChunk], tokens: TokenIds, upto: int | None = None) -> list[TokenChunk]:
         """``known`` (this sequence's first chunks) followed by the rest of the whole chunks of ``tokens[:upto]``; hashes only what is
-        new. Nothing is asked of ``tokens`` but that slices of it are token ids."""
+        new. Of an engine's own kind of sequence no more is asked than that slices of it are token ids.
+
+        Raises:
+            TokenError: as :func:`as_token_array`.
+        """
         size, chunks = self.chunk_size, list(known)
         first = len(chunks) * size
-        raw = _as_bytes(tokens[first:upto])  # all at once: an engine waits for this
+        try:
+            rest = tokens[first:upto]
+        except (TypeError, IndexError):  # it cannot be sliced
+            rest = as_token_array(tokens)[first:upto]
+        raw = _as_bytes(rest)  # all at once: an engine waits for this
         parent = chunks[-1].digest if chunks else ROOT_DIGEST
         for at in range(0, len(raw) - 4 * size + 1, 4 * size):
             digest = blake3(bytes.fromhex(parent) + raw[at : at + 4 * size]).hexdigest()

@@ -312,6 +312,25 @@ def test_tokens_sampled_anew_after_a_reset(bench):  # R37: a waiting chunk holds
     assert b.free()
 
 
+def test_a_barred_request_claims_nothing_that_others_stored(bench):  # D11
+    b = bench()
+    b.run(request(1, 0, 8, [5, 3]), tokens=[(1, 0, IDS[:8])])
+    b.finish(1, 8)
+    b.run(request(2, 0, 8, [6, 4], skip="lora"), tokens=[(2, 0, IDS[:8])])  # the same ids, and another model's rows
+    b.finish(2, 9)
+    receipt = b.store.receipts[-1]
+    assert receipt.stored == {k.value: () for k in CacheKind} and receipt.skipped == {k.value: {"lora": 1} for k in CacheKind}
+
+
+def test_a_step_asks_a_remote_store_for_nothing(bench, monkeypatch):  # a round trip in the engine's way
+    b, asked = bench(), []
+    monkeypatch.setattr(b.store, "cheap_contains", False)
+    monkeypatch.setattr(b.store, "contains", lambda keys: asked.append(keys) or [False] * len(keys))
+    b.run(request(1, 0, 16, [5, 3, 7, 2]), tokens=[(1, 0, IDS[:17])])
+    b.run(request(2, 8, 16, [5, 3, 7, 4], admitted=True), tokens=[(2, 0, IDS[:17])])
+    assert asked == []
+
+
 @pytest.mark.parametrize("skip", ["lora", "multimodal", "no-token-ids", "salt"])
 def test_barred_requests_store_nothing_and_hold_nothing(bench, skip):  # D11 A11
     b = bench()

@@ -12,6 +12,7 @@ from late_device import LateDevice
 
 from qcap.attribution import RequestStep, Step, step_block_limit
 from qcap.capture import HostArena, KVFeature, PageStager, RequestTrack, StreamBudget, StreamingQueryFeature
+from qcap.capture.held import HELD, HeldQueries
 from qcap.geometry import Geometry, PagedLayout, PlaneStrides, Rope
 from qcap.kinds import CacheKind
 
@@ -156,3 +157,34 @@ def test_nothing_leaves_too_early_or_is_written_over_too_soon(monkeypatch, seed,
     rig.kv.close()
     rig.device.finish()
     assert rig.arena.outstanding == 0
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_queries_that_leave_from_where_they_lie_are_not_written_over(monkeypatch, seed):
+    """An allocator gives a layer's memory to a later one as soon as nobody refers to it, and waits only for streams it was told of."""
+    rng, device = random.Random(seed), LateDevice(seed)
+    stager = PageStager(torch.device("cpu"), HostArena(1 << 16, pinned=False, waits=True))
+    device.own(None, stager, 1 << 12)
+    device.install(monkeypatch)
+    told: dict[int, list] = {}  # address -> streams that still use what lies there
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: told.setdefault(tensor.data_ptr(), []).append(stream.mark()))
+    memory = [torch.zeros(8, H) for _ in range(HELD + 1)]  # one more than are held: the engine computes into it
+    queries, left, number = HeldQueries(stager), [], 0
+    for _ in range(6):
+        for piece in memory:
+            for marker in told.pop(piece.data_ptr(), []):
+                while not marker.done:
+                    assert device.run(1)
+        for layer in range(rng.randrange(1, 8)):
+            number += 1
+            piece, home = memory[layer % len(memory)], torch.full((8, H), -1.0)
+            device.launch(lambda piece=piece, number=number: piece.fill_(number))
+            queries.leave(piece, home)
+            left.append((home, number))
+            device.run(rng.randrange(3))
+            if rng.random() < 0.3:
+                stager.copy_out(torch.ones(H), torch.ones(H), keep=True)  # stamps, say
+        queries.let_go()
+        device.run(rng.randrange(8))
+    device.finish()
+    assert all((home == number).all() for home, number in left)

@@ -331,16 +331,17 @@ def test_steps_before_this_one_have_read_the_pages() -> None:
 # ---- leases -------------------------------------------------------------------------------------------------------------------------
 
 
-def test_memory_is_held_until_both_load_streams_are_through(monkeypatch) -> None:  # L42 L43
+@pytest.mark.parametrize("slow", ["load", "load twin"])
+def test_memory_is_held_until_both_load_streams_are_through(monkeypatch, slow: str) -> None:  # L42 L43
     """The last copy may be over on one of them while the other one has not begun: an engine's own copies may hold it up."""
     monkeypatch.setattr(streams, "TURN_BYTES", 1)
     bench = Bench(1, (1, 1), staging=CH, slots=4)
-    bench.streams.busy_while_asked, bench.streams.slow = False, "load"
+    bench.streams.busy_while_asked, bench.streams.slow = False, slow
     bench.pipe.begin([bench.span()])
     bench.pipe.layer(0)
     bench.pipe.end()
     assert {entry[1] for entry in bench.streams.trace if entry[0] == "record"} >= {"load", "load twin"}
-    while bench.streams.can_go_without("load"):
+    while bench.streams.can_go_without(slow):
         bench.streams.step()
     assert bench.pipe.poll() and bench.shelf.lent() == 2
     bench.streams.run()
@@ -1168,6 +1169,12 @@ def test_how_much_device_memory() -> None:
     loads.close()
     loads = LayerLoads(g, None, table, device=torch.device("cpu"), host_bytes=4096, lowest=list, whole=print, resting_bytes=1)  # type: ignore[arg-type]
     assert loads.device_bytes == 2 * N * 2 * H * 4, "at least a block"
+    loads.close()
+    row, more = 2 * H * 4, 1 << 30
+    loads = LayerLoads(
+        g, None, table, device=torch.device("cpu"), host_bytes=4096, lowest=list, whole=print, resting_bytes=3 * N * row, ahead_bytes=more,  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert loads.device_bytes == 2 * 10 // 3 * 3 * N * row, "no more than all layers of the pages, whatever may be used"
     loads.close()
 
 

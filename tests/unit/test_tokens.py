@@ -63,6 +63,12 @@ def test_other_inputs_are_refused(bad: object) -> None:  # K14
         as_token_array(bad)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("bad", [5, None, {1, 2}, {"a": 1}, np.array(3), iter([1, 2])])
+def test_what_cannot_be_cut_is_refused(bad: object) -> None:  # K14
+    with pytest.raises(TokenError):
+        ChunkedTokenDatabase(2).chunks(bad)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("bad", [[-1], [2**32], [0, 2**40], [2**70]])
 def test_ids_beyond_uint32(bad: list[int]) -> None:  # K32
     with pytest.raises(TokenError, match=r"\[0, 2\*\*32\)|flat sequence of integers"):
