@@ -187,8 +187,11 @@ class CacheContext:
             salt: the edit's name in the keys (:func:`qcap.edits.salt_for` makes one); never "".
             positions: what each row's rotation stands for, ``[T]``; ``0..T-1`` if not given.
             edit: how the edit came about, for the objects' headers: JSON text or a mapping.
-            overwrite: replace other content under this salt. Requests that are being served go on with the old rows; new ones load the
-                new (an engine of vLLM 0.20 only after ``llm.reset_prefix_cache()``). A fresh salt has neither trouble.
+            overwrite: replace other content under this salt, unless an engine has gone on from it and stored what it computed: that
+                would be served with the new rows, so it is refused. What it stores later, for requests that began before, is not seen;
+                nor is what one stored that was killed before their end. Requests that are being served go on with the old rows; new
+                ones load the new (an engine of vLLM 0.20 only after ``llm.reset_prefix_cache()``). A fresh salt has none of these
+                troubles.
 
         Returns:
             True if every whole chunk is in the store (also when it already was, byte for byte). False if there is less than one whole
@@ -200,7 +203,7 @@ class CacheContext:
         Raises:
             ShapeError: not a tensor, or it does not fit the model or the tokens.
             TokenError: no or unusable tokens, salt or positions.
-            EditConflict: other content is stored under this salt; nothing was written.
+            EditConflict: other content is stored under this salt (with ``overwrite``: or was gone on from); nothing was written.
             StoreError: a chunk could not be published within ``timeout_s``.
 
         Does not:
@@ -223,8 +226,9 @@ class CacheContext:
             return False
         if overwrite:
             _log.warning(
-                "store: overwrite=True under salt %r: requests that are being served go on with the old rows, and an engine of vLLM 0.20 "
-                "does so until llm.reset_prefix_cache(); a fresh salt has neither trouble",
+                "store: overwrite=True under salt %r: requests that are being served go on with the old rows, what is stored of them stays "
+                "behind the new ones, and an engine of vLLM 0.20 uses its own cache until llm.reset_prefix_cache(); a fresh salt has none "
+                "of these troubles",
                 salt,
             )
         writer = _Writer(self, backend, array, where, salt, with_extent(text, chunks), overwrite)
@@ -429,6 +433,7 @@ class _Writer:
         # Last chunk first: they become visible in this order, so an edit that is cut off half-way has no prefix that could be loaded.
         todo = [(chunk, rank) for chunk in reversed(chunks) for rank in reversed(range(self.context._rank_geometry.tp_size))]
         if self.overwrite:
+            self._check_nothing_follows(tensor, chunks)
             self._texts[0, 0] = self._text_of(tensor, chunks[0])
             self._adopt()
         else:
@@ -446,6 +451,44 @@ class _Writer:
                          self.context.stored_model, self.salt)  # fmt: skip
         for number, (chunk, rank, future) in enumerate(pending):
             self._settle(tensor, chunk, rank, future, deadline, f"{number} of {len(pending)} objects are stored")
+
+    def _check_nothing_follows(self, tensor: torch.Tensor, chunks: Sequence[TokenChunk]) -> None:
+        """That no chunk is stored behind this edit that an engine computed on the rows which are replaced now: its key says nothing of
+        them, so it would be served with the new ones.
+
+        Raises:
+            EditConflict: there is one, and not all of these rows are there already.
+        """
+        context, end = self.context, chunks[-1].end
+        if context.kind is not CacheKind.KV:
+            return  # nothing is computed on queries
+        ids = tuple(self.array[:end].tolist())
+        found: dict[str, int] = {}
+        for sequence in self.backend.sequences(context.model):
+            if sequence.salt != self.salt or len(sequence.token_ids) <= end or tuple(sequence.token_ids[:end]) != ids:
+                continue
+            behind = context._database.extend(list(chunks), list(sequence.token_ids))[len(chunks) :]
+            ranks = [context._rank_geometry.for_rank(rank) for rank in range(context._rank_geometry.tp_size)]
+            keys = [chunk_key(kind, rank, chunk.digest, self.salt) for chunk in behind for kind in CacheKind for rank in ranks]
+            if count := sum(self.backend.contains(keys)):
+                found[sequence.request_id] = count
+        if found and not self._is_all_there(tensor, chunks):
+            request, *others = found
+            more = f" and {len(others)} more" if others else ""
+            raise EditConflict(
+                f"overwrite=True under salt {self.salt!r}: behind these {end} tokens lie {max(found.values())} objects that go with the "
+                f"rows which would be replaced (of request {request}{more}): engines would use them with the new rows. Nothing was "
+                "written: store this under another salt"
+            )
+
+    def _is_all_there(self, tensor: torch.Tensor, chunks: Sequence[TokenChunk]) -> bool:
+        """Whether just these rows are stored already."""
+        try:
+            return all(self._is_same(tensor, chunk, rank) for chunk in chunks for rank in range(self.context._rank_geometry.tp_size))
+        except (StoreError, GeometryMismatch):
+            return False
+        finally:
+            self._texts.clear()
 
     def _missing(self, tensor: torch.Tensor, todo: list[tuple[TokenChunk, int]]) -> list[tuple[TokenChunk, int]]:
         """What is not there yet; raises before anything is written if something else is."""

@@ -321,6 +321,12 @@ class WorkerSide:
             )
         else:
             blocks = config.ring_blocks or max(ring_blocks_for(max_tokens, n, config.ring_depth or 2), plan_blocks)
+            if blocks < plan_blocks and config.on_pressure == "wait":
+                raise ConfigError(
+                    f"qcap.q.ring_blocks is {blocks} and one step can write {plan_blocks} blocks ({max_tokens} tokens of "
+                    f"{scheduler.max_num_seqs} requests in blocks of {n}): queries would be lost, which on_pressure='wait' is to rule out. "
+                    f"Set it to {plan_blocks} or more, leave it out for the streaming ring, or set on_pressure='skip'"
+                )
             self._check_memory(blocks * n * geometry.num_layers * geometry.hidden(CacheKind.QUERY) * geometry.torch_dtype.itemsize, device)
             feature = QueryFeature(
                 geometry,

@@ -15,7 +15,7 @@ from qcap.errors import EditConflict, GeometryMismatch, ObjectCorrupt, ShapeErro
 from qcap.kinds import CacheKind
 from qcap.sdk.edits import keep, salt_for
 from qcap.store.extents import extent_of
-from qcap.store.tiers import LoadedChunk, StoreOutcome
+from qcap.store.tiers import LoadedChunk, SequenceRecord, StoreOutcome
 from qcap.tokens import ChunkedTokenDatabase
 
 KV, QUERY = CacheKind.KV, CacheKind.QUERY
@@ -500,6 +500,35 @@ def test_overwriting_warns_once_of_what_engines_still_hold(bench, caplog):
         ctx.store(rows + 1, IDS[:12], salt="s", overwrite=True)
     (told,) = caplog.records
     assert "reset_prefix_cache" in told.getMessage() and "'s'" in told.getMessage()
+
+
+def sequence(ids, salt="s", request_id="r7"):
+    return SequenceRecord("org/tiny", request_id, "e", salt, tuple(ids), len(ids), len(ids) - 1, 4)
+
+
+def test_what_an_engine_computed_on_an_edit_is_not_left_behind_another(any_bench):
+    """Its key says nothing of the edit's rows: the engine would load old rows behind new ones, and nobody could tell."""
+    bench, ctx = any_bench, any_bench.context()
+    rows = bench.put(CacheKind.KV, IDS[:16], salt="s")
+    edit = torch.randn(ctx.shape_of(8))
+    assert ctx.store(edit, IDS[:8], salt="s", overwrite=True)  # nobody has gone on from it: chunks 2 and 3 are there for a test's sake
+    bench.backend.put_sequence(sequence(IDS[:17])).result(20)
+    with pytest.raises(EditConflict, match=r"behind these 8 tokens lie 2 objects.*of request r7\).*another salt"):
+        ctx.store(edit + 1, IDS[:8], salt="s", overwrite=True)
+    assert torch.equal(ctx.retrieve(IDS[:16], "s"), torch.cat([edit, rows[:, :, 8:]], dim=2))
+    assert ctx.store(edit, IDS[:8], salt="s", overwrite=True)  # the very rows that it was computed on
+    assert ctx.store(edit + 1, IDS[:8], salt="t", overwrite=True)
+    assert ctx.store(torch.cat([edit, rows[:, :, 8:]], dim=2), IDS[:16], salt="s", overwrite=True)  # and nothing lies behind all of it
+
+
+def test_others_sequences_do_not_stand_in_the_way(any_bench):
+    bench, ctx = any_bench, any_bench.context()
+    edit = torch.randn(ctx.shape_of(8))
+    assert ctx.store(edit, IDS[:8], salt="s")
+    bench.put(CacheKind.KV, IDS[:16], salt="t")
+    for record in (sequence(IDS[:16], "t"), sequence(IDS[:8]), sequence([0, *IDS[1:16]]), sequence(IDS[:16])):  # none of the last is stored
+        bench.backend.put_sequence(record).result(20)
+    assert ctx.store(edit + 1, IDS[:8], salt="s", overwrite=True)
 
 
 def test_a_conflict_with_what_an_engine_computed_says_so(bench):

@@ -536,7 +536,15 @@ def test_dtype_as_a_value_or_a_name(engine, dtype):  # C8
     ("qcap.q.ring_depth", 0, 17), ("qcap.q.ring_depth", "3", 24),
 ])  # fmt: skip
 def test_ring_size_from_settings(engine, key, value, blocks):  # C11 C12
-    assert engine(store="memory://ring", extra={key: value}).start().worker._query.ring.num_blocks == blocks
+    extra = {key: value, "qcap.on_pressure": "skip"}
+    assert engine(store="memory://ring", extra=extra).start().worker._query.ring.num_blocks == blocks
+
+
+def test_a_ring_that_a_step_does_not_fit_into_is_refused_where_no_row_may_be_lost(engine):  # C11 C14
+    with pytest.raises(ConfigError, match=r"ring_blocks is 16 and one step can write 17 blocks.*17 or more.*skip"):
+        engine(store="memory://ring", extra={"qcap.q.ring_blocks": 16, "qcap.on_pressure": "wait"}).start()
+    least = {"qcap.q.ring_blocks": 17, "qcap.on_pressure": "wait"}
+    assert engine(store="memory://ring", extra=least).start().worker._query.ring.num_blocks == 17
 
 
 @pytest.mark.parametrize("missing", [None, 0])

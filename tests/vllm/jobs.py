@@ -167,8 +167,15 @@ def damaged_edit(p: dict[str, Any]) -> dict[str, Any]:
     (out,) = generate(llm, [{"ids": ids, "n": n, "salt": "edit"}])
     found["believed"] = {**told([out])[0], "skipped": qcap.vllm.receipt([out]).skipped}
     with qcap.connect(p["store"], model=p["model"]) as ctx:
-        assert ctx.store(edited * 2, ids[:whole], salt="edit", overwrite=True)
-    (out,) = generate(llm, [{"ids": ids, "n": n, "salt": "edit"}])
+        try:
+            ctx.store(edited * 2, ids[:whole], salt="edit", overwrite=True)
+        except qcap.errors.EditConflict as error:  # the engine has gone on from it, and stored that
+            found["refused"] = str(error)
+        assert ctx.store(edited, ids[:whole], salt="again")
+        short = {"ids": ids[: whole + 1], "n": size - 2, "salt": "again"}  # and nothing whole behind it
+        generate(llm, [short])
+        assert ctx.store(edited * 2, ids[:whole], salt="again", overwrite=True)
+    (out,) = generate(llm, [short])
     found["overwritten"] = told([out])[0]
     torch.save(edited, p["tensors"])
     found["errors"] = state(llm)["counters"].get("errors", 0)
