@@ -131,6 +131,9 @@ def ls(
     first = max(0, len(records) - limit) if limit else 0
     title = "sequences" if not first else f"the newest {limit} of {len(records)} sequences (--limit 0 for all)"
     _print_sequences(console, title, [_summary(i, r) for i, r in enumerate(records)][first:])
+    if entries and not records and not found:
+        what = "No request has ended here: of one that is served, or was cut off with its engine, retrieve(token_ids) finds the chunks."
+        console.print(Text(what), soft_wrap=True)
     if found:
         cells = [tuple(_edit_summary(e).values()) for e in found]
         _print_table(console, "edits (cache_salt)", ("model", "kind", "salt", "edit", "tokens", "chunks"), cells)

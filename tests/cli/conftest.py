@@ -69,6 +69,17 @@ def small_store(tmp_path):
 
 
 @pytest.fixture
+def store_cut_off(tmp_path):
+    """3 chunks of WHOLE, of a request that never ended."""
+    folder = tmp_path / "cut"
+    backend = open_backend(folder.as_uri())
+    backend.put_manifest(GEOMETRY, list(CacheKind), {"vllm": "0.32.0"})
+    put(backend, CacheKind.KV, WHOLE)
+    backend.close()
+    return SmallStore(folder.as_uri(), folder)
+
+
+@pytest.fixture
 def qcap_command(capsys):
     """``qcap_command("ls", url)`` -> (exit code, stdout, stderr), in this process."""
     from qcap.cli import main

@@ -42,6 +42,16 @@ def test_ls_lists_models_and_sequences(small_store, qcap_command):
     assert "req-[red]holed" in out, "what a store holds is not read as markup"
 
 
+def test_ls_where_no_request_has_ended(store_cut_off, qcap_command):  # its engine was killed, say
+    _, out, _ = qcap_command("ls", store_cut_off.url)
+    assert "3 objects" in out and "No request has ended here" in out and "retrieve(token_ids)" in out
+
+
+def test_the_package_is_the_command_line(small_store):
+    done = subprocess.run([sys.executable, "-m", "qcap", "ls", small_store.url], check=False, capture_output=True, text=True)
+    assert done.returncode == 0 and "req-whole" in done.stdout, done.stderr
+
+
 def test_ls_json(small_store, qcap_command):
     code, found = parsed(qcap_command("ls", small_store.url, "--json"))
     assert code == 0

@@ -11,8 +11,7 @@ from qcap.connectors.streams import Turns
 MIB = 1 << 20
 PIECE, PIECES = 32 * MIB, 48
 
-if not torch.cuda.is_available():
-    pytest.skip("needs a CUDA device", allow_module_level=True)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 
 @pytest.mark.parametrize("to_host", [False, True], ids=["to the device", "to the host"])
