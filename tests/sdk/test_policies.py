@@ -221,11 +221,13 @@ def test_apply_rounds_to_whole_chunks_and_stores(bench):
     bench.put(CacheKind.QUERY, ids)
     ctx = bench.context()
     kv, q = ctx.retrieve(ids), bench.context(CacheKind.QUERY).retrieve(ids)
-    edit = policies.apply("snapkv", kv, q, ids, ctx.geometry, 0.7, window=4)
+    with pytest.warns(UserWarning, match=r"keep=0.7 of 16 tokens: 8 are kept, 50.0%.*whole chunks of 4.*smaller chunk_size"):
+        edit = policies.apply("snapkv", kv, q, ids, ctx.geometry, 0.7, window=4)
     assert edit.tensor.shape == (2, 2, 8, 16)  # 11 of 16, down to a multiple of the chunk of 4
     assert edit.token_ids[-4:] == (12, 13, 14, 15) and edit.tail == (16, 17)
     assert edit.store(ctx) and torch.equal(ctx.retrieve(edit.prompt([1]), edit.salt), edit.tensor)
-    other = policies.apply("snapkv", kv, q, ids, ctx.geometry, 0.7, window=5)
+    other = policies.apply("snapkv", kv, q, ids, ctx.geometry, 0.5, window=5)  # a share that whole chunks make: nothing to warn of
     assert other.salt != edit.salt
-    composite = policies.apply("snapkv", kv, q, ids, ctx.geometry, 0.7, window=4, scope="head")
+    with pytest.warns(UserWarning, match="whole chunks"):
+        composite = policies.apply("snapkv", kv, q, ids, ctx.geometry, 0.7, window=4, scope="head")
     assert composite.store(ctx) and composite.salt != edit.salt

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from numbers import Integral, Real
 from typing import Any
 
@@ -109,6 +110,9 @@ def apply(
     Returns:
         An :class:`Edit`; its salt stands for all of the above.
 
+    Warns:
+        UserWarning: a share comes out smaller by a twentieth or more, for it is rounded down to whole chunks.
+
     Raises:
         ConfigError, ShapeError, TokenError: as :func:`scores`, :func:`select` and :func:`qcap.edits.keep_tokens`.
     """
@@ -116,5 +120,14 @@ def apply(
     index = select(
         marks, keep, multiple_of=geometry.chunk_size if multiple_of is None else multiple_of, scope=scope, always_keep=always_keep
     )
+    kept, tokens_there = index.shape[-1], marks.shape[-1]
+    if multiple_of is None and not isinstance(keep, Integral) and kept <= 0.95 * keep * tokens_there:
+        warnings.warn(
+            f"keep={keep} of {tokens_there} tokens: {kept} are kept, {kept / tokens_there:.1%}, since it is rounded down to whole chunks "
+            f"of {geometry.chunk_size}, so that every kept row is stored. Capture with a smaller chunk_size for a finer share, or give "
+            "multiple_of=1: the engine then computes the rows behind the last whole chunk anew",
+            UserWarning,
+            stacklevel=2,
+        )
     told = {**params, "keep": keep, "scope": scope}
     return keep_tokens(kv, tokens, index, name=name, params=told, geometry=geometry, positions=positions, parent_salt=parent_salt)
