@@ -133,7 +133,11 @@ class LocalBucket:
             os.close(fd)
 
     def exists(self, path: str) -> bool:
-        return os.path.exists(f"{self.root}/{path}")
+        """An empty file is nothing: a machine that lost its power leaves such behind, since files are not flushed one by one."""
+        try:
+            return os.stat(f"{self.root}/{path}").st_size > 0
+        except OSError:
+            return False
 
     def delete(self, path: str) -> None:
         (self.root / path).unlink(missing_ok=True)
@@ -200,12 +204,14 @@ class LocalStaged:
         try:
             os.link(source, target)
         except FileExistsError:
-            return False
+            if target.stat().st_size:
+                return False
+            os.rename(source, target)  # see `exists`
         except FileNotFoundError:
             raise
         except OSError:
             # A file system without hard links. Of two writers at one moment both may rename here, which is whole but not exclusive.
-            if target.exists():
+            if target.exists() and target.stat().st_size:
                 return False
             os.rename(source, target)
         return True

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 
 import numpy as np
 import pytest
 from store_makers import chunk, equal_bits, object_store
 
+from qcap.backends import open_backend
 from qcap.store import buckets, chunkfile
 from qcap.store.objects import object_path
+from qcap.store.tiers import StoreOutcome
 from qcap.store.urls import open_tier
 
 
@@ -46,6 +50,24 @@ def test_nothing_staged_is_nothing_stored(tier) -> None:
         reader = tier.bucket.open("empty")
         assert reader.nbytes == 0
         reader.close()
+
+
+@pytest.mark.parametrize("hard_links", [True, False])
+def test_an_empty_file_is_nothing_and_is_replaced(tmp_path, monkeypatch, hard_links) -> None:  # what a power cut leaves
+    if not hard_links:
+
+        def refuse(source: object, target: object) -> None:
+            raise OSError(errno.EOPNOTSUPP, "no hard links on this file system")
+
+        monkeypatch.setattr(os, "link", refuse)
+    backend, (record, tensor) = open_backend(tmp_path.as_uri()), chunk(1)
+    path = tmp_path / object_path(record.key)
+    for left in (b"", b"half"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(left)
+        assert backend.contains([record.key]) == [bool(left)]
+        assert backend.store(record, tensor).result(20) is (StoreOutcome.EXISTS if left else StoreOutcome.STORED)
+    backend.close()
 
 
 def test_an_object_store_in_memory_holds_the_one_copy_that_staging_made() -> None:
