@@ -14,7 +14,8 @@ PACKAGE = ROOT / "qcap"
 
 # Rooms from the top down, several on one floor where neither may enter the other. A room may import rooms of lower floors and itself.
 FLOORS = [
-    {"qcap.cli", "qcap.__main__"},
+    {"qcap.__main__"},
+    {"qcap.cli"},
     {"qcap.doctor"},
     {"qcap.demo"},
     {"qcap.testing"},  # and demo: may use everything below the command line
