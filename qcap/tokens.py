@@ -97,7 +97,7 @@ class ChunkedTokenDatabase:
         """All whole chunks of ``tokens``, from token 0."""
         return self.extend([], tokens)
 
-    def extend(self, known: list[TokenChunk], tokens: TokenIds, upto: int | None = None) -> list[TokenChunk]:
+    def extend(self, known: Sequence[TokenChunk], tokens: TokenIds, upto: int | None = None) -> list[TokenChunk]:
         """``known`` (this sequence's first chunks) followed by the rest of the whole chunks of ``tokens[:upto]``; hashes only what is
         new. Of an engine's own kind of sequence no more is asked than that slices of it are token ids.
 

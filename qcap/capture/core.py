@@ -379,12 +379,12 @@ class Capture:
             track.stored.setdefault(kind, set()).add(index)
             self.counters[f"{kind.value}.exists"] += 1
 
-    def _already_stored(self, track: RequestTrack, kind: CacheKind, index: int) -> bool:
-        """Whether a chunk is in the store; if so it counts as stored by this request."""
-        if not self._stored_of(track, kind, [index]):
-            return False
-        self._exists(track, kind, index)
-        return True
+    def _claim(self, track: RequestTrack, kind: CacheKind, indices: Sequence[int]) -> set[int]:
+        """:meth:`_stored_of`; they count as stored by this request."""
+        found = self._stored_of(track, kind, indices)
+        for index in found:
+            self._exists(track, kind, index)
+        return found
 
     def _has_room(self, nbytes: int) -> bool:
         """Whether the store would take ``nbytes`` more once it has been given all that was put off."""
@@ -480,11 +480,11 @@ class Capture:
 
     def _extend(self, track: RequestTrack, known: Sequence[TokenChunk] = ()) -> None:
         """More whole chunks of token ids are known: those that waited for that are published soon. ``known``: the first of them."""
-        track.chunks = self._database.extend(track.chunks or list(known), track.tokens)
+        track.chunks = self._database.extend(track.chunks or known, track.tokens)
         for kind, waiting in track.waiting.items():
             for index in [i for i in waiting if i < len(track.chunks)]:
                 staged = waiting.pop(index)
-                if self._already_stored(track, kind, index):
+                if self._claim(track, kind, [index]):
                     staged.release()
                 else:
                     self._hand_over(track, kind, index, staged)
@@ -534,9 +534,7 @@ class Capture:
                 continue
             have = {i for i in track.stored.get(kind, set()) if i < whole}
             if not track.barred:  # an earlier run may have left the others there
-                for index in self._stored_of(track, kind, [i for i in range(whole) if i not in have]):
-                    self._exists(track, kind, index)
-                    have.add(index)
+                have |= self._claim(track, kind, [i for i in range(whole) if i not in have])
             stored[kind.value] = tuple(sorted(have))
             reasons = Counter(
                 track.reasons.get(kind, {}).get(i, track.barred or self._refused.get(kind, "turned-off"))

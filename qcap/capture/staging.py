@@ -280,7 +280,8 @@ class PageStager:
         self._now: Any = None  # recorded again and again: who waits for an event waits for its last record before that
         if self._cuda:
             self._pack = torch.cuda.Stream(device)
-            self._turns = Turns(torch.cuda.Stream(device), torch.cuda.Stream(device), _record, _wait)
+            two = torch.cuda.Stream(device), torch.cuda.Stream(device)
+            self._turns = Turns(*two, torch.cuda.Stream.record_event, torch.cuda.Stream.wait_event)
             self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, device=device) for _ in range(2)]
             self._slot_events = [(torch.cuda.Event(), torch.cuda.Event()) for _ in range(2)]  # packed; may be packed again
             self._turn = 0
@@ -442,16 +443,6 @@ class PageStager:
         packed = torch.cuda.Event()
         packed.record(self._pack)
         return packed, self.copied()
-
-
-def _record(stream: Any, event: Any) -> Any:
-    event = event or torch.cuda.Event()
-    event.record(stream)
-    return event
-
-
-def _wait(stream: Any, event: Any) -> None:
-    stream.wait_event(event)
 
 
 def _lock_pages(block: torch.Tensor) -> None:

@@ -15,6 +15,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from qcap.kernels import checks
+
 TARGETS = {
     "cuda sm_80": ("cuda", 80, 32),
     "cuda sm_90": ("cuda", 90, 32),
@@ -58,7 +60,7 @@ def _row_scatter(name: str, rows: str, ring: str, width: int = 4096, column: Any
 
 def _row_scatter_layers(name: str, rows: str, ring: str, width: int = 4096, column: Any = 1, not_for: tuple[str, ...] = ()) -> Case:
     one = _row_scatter(name, rows, ring, width, column, not_for)
-    types = {**dict.fromkeys((f"rows_{layer}_ptr" for layer in range(8)), rows), **one.types, "stride_layer": "i64"}
+    types = {**dict.fromkeys((f"rows_{layer}_ptr" for layer in range(checks.MAX_LAYERS)), rows), **one.types, "stride_layer": "i64"}
     del types["rows_ptr"]
     return replace(one, kernel="row_scatter_layers_kernel", types=types)
 

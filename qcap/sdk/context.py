@@ -247,7 +247,7 @@ class CacheContext:
             f"store: {what} and are not stored: an engine computes them anew from their token ids, not as edited. Keep {keep} tokens, or "
             "capture with a smaller chunk_size; rows that may be computed anew need not be stored: give their ids behind the edit's",
             UserWarning,
-            stacklevel=_outside(),
+            stacklevel=outside(),
         )
 
     def _store_edit(self, edit: Edit, *others: Any) -> bool:
@@ -462,13 +462,12 @@ class _Writer:
         context, end = self.context, chunks[-1].end
         if context.kind is not CacheKind.KV:
             return  # nothing is computed on queries
-        ids = tuple(self.array[:end].tolist())
-        found: dict[str, int] = {}
+        ids, found = tuple(self.array[:end].tolist()), dict[str, int]()
+        ranks = [context._rank_geometry.for_rank(rank) for rank in range(context._rank_geometry.tp_size)]
         for sequence in self.backend.sequences(context.model):
-            if sequence.salt != self.salt or len(sequence.token_ids) <= end or tuple(sequence.token_ids[:end]) != ids:
+            if sequence.salt != self.salt or sequence.token_ids[:end] != ids:
                 continue
-            behind = context._database.extend(list(chunks), list(sequence.token_ids))[len(chunks) :]
-            ranks = [context._rank_geometry.for_rank(rank) for rank in range(context._rank_geometry.tp_size)]
+            behind = context._database.extend(chunks, sequence.token_ids)[len(chunks) :]
             keys = [chunk_key(kind, rank, chunk.digest, self.salt) for chunk in behind for kind in CacheKind for rank in ranks]
             if count := sum(self.backend.contains(keys)):
                 found[sequence.request_id] = count
@@ -604,7 +603,7 @@ def _check_is_tensor(tensor: object, tokens: object) -> None:
         raise ShapeError(f"torch.Tensor [planes, L, T, H] wanted, got a tensor of shape {tuple(tensor.shape)}; {swapped}")
 
 
-def _outside() -> int:
+def outside() -> int:
     """The ``stacklevel`` at which our caller warns of a line of the user's, not of qcap's."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):

@@ -133,11 +133,7 @@ class LocalBucket:
             os.close(fd)
 
     def exists(self, path: str) -> bool:
-        """An empty file is nothing: a machine that lost its power leaves such behind, since files are not flushed one by one."""
-        try:
-            return os.stat(f"{self.root}/{path}").st_size > 0
-        except OSError:
-            return False
+        return _is_something(f"{self.root}/{path}")
 
     def delete(self, path: str) -> None:
         (self.root / path).unlink(missing_ok=True)
@@ -203,15 +199,12 @@ class LocalStaged:
             return True
         try:
             os.link(source, target)
-        except FileExistsError:
-            if target.stat().st_size:
-                return False
-            os.rename(source, target)  # see `exists`
         except FileNotFoundError:
             raise
         except OSError:
-            # A file system without hard links. Of two writers at one moment both may rename here, which is whole but not exclusive.
-            if target.exists() and target.stat().st_size:
+            # Something is there, or the file system has no hard links. Of two writers at one moment both may rename then, which is whole
+            # but not exclusive.
+            if _is_something(target):
                 return False
             os.rename(source, target)
         return True
@@ -360,6 +353,14 @@ class BytesReader:
 
     def close(self) -> None:
         self._data.release()
+
+
+def _is_something(path: str | Path) -> bool:
+    """Whether a file is there. An empty one is nothing: a machine that lost its power leaves such behind, since files are not flushed."""
+    try:
+        return os.stat(path).st_size > 0
+    except OSError:
+        return False
 
 
 def write_all(fd: int, buffers: Sequence[Buffer]) -> None:

@@ -175,11 +175,11 @@ class LayerLoads:
         assert isinstance(connector, LayerConnector)
         if cuda:
             connector.warm_up()
+        layer_bytes = table.num_blocks * geometry.block_size * row  # no load is more of a layer
         if resting_bytes is None:
             least, most = RESTING_BYTES if cuda else (RESTING_BYTES_CPU, RESTING_BYTES_CPU)
-            resting_bytes = min(max(ahead_bytes // 16, least), most, table.num_blocks * geometry.block_size * row)
-        all_layers = geometry.num_layers * table.num_blocks * geometry.block_size * row  # no load is more
-        slots = max(min(ahead_bytes, all_layers) // resting_bytes, 4 if cuda else 2)
+            resting_bytes = min(max(ahead_bytes // 16, least), most, layer_bytes)
+        slots = max(min(ahead_bytes, geometry.num_layers * layer_bytes) // resting_bytes, 4 if cuda else 2)
         self._pipe = RestingPipe(streams, connector, staging_tokens=resting_bytes // row, slots=slots)
         self.device_bytes = sum(buffer.nbytes for buffer in connector.staging) + self._pipe.nbytes
         self.arena = HostArena(host_bytes, pinned=cuda and layered, waits=False)

@@ -492,7 +492,7 @@ def _learned(followed: Iterable[_Followed]) -> list[TokenUpdate]:
             ids = tuple(f.request.all_token_ids[told:])
             if ids:
                 f.told = told + len(ids)
-                updates.append(token_update((f.uid, told, ids, () if told or not f.chunks else _of_prompt(f))))
+                updates.append(token_update((f.uid, told, ids, () if told else _of_prompt(f))))
     return updates
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qcap.capture.staging import _record, _wait
 from qcap.connectors.streams import Turns
 
 MIB = 1 << 20
@@ -22,9 +21,9 @@ def test_a_small_copy_does_not_wait_for_all_large_ones(to_host: bool) -> None:
 
     (target, source), (small, small_source) = pair(PIECE), pair(64)
     engine = torch.cuda.Stream()
-    first, second = torch.cuda.Stream(), torch.cuda.Stream()
-    over = torch.cuda.Event()
-    for turns in (Turns(first, second, _record, _wait), Turns(first, first, _record, _wait)):  # the first round warms up too
+    first, second, over = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Event()
+    how = torch.cuda.Stream.record_event, torch.cuda.Stream.wait_event
+    for turns in (Turns(first, second, *how), Turns(first, first, *how)):  # the first round warms up too
         torch.cuda.synchronize()
         for _ in range(PIECES):
             with torch.cuda.stream(turns.take(PIECE)):

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from qcap import kernels
-from qcap.capture import staging
 from qcap.connectors import streams
 from qcap.connectors.streams import Turns
 
@@ -46,6 +45,11 @@ class LateStream:
     def wait_stream(self, other: LateStream) -> None:
         if other is not self:
             self.queue.append((other.mark(), lambda: None))
+
+    def record_event(self, event: LateEvent | None = None) -> LateEvent:
+        event = event or self.device.Event()
+        event.record(self)
+        return event
 
     def wait_event(self, event: LateEvent) -> None:
         if event.marker is not None:
@@ -137,7 +141,7 @@ class LateDevice:
     def own(self, feature: Any, stager: Any, slot_bytes: int) -> None:
         """Make a feature and a stager, built for the CPU, believe that their memory is this device's."""
         stager._cuda, stager._pack = True, LateStream(self)
-        stager._turns = Turns(LateStream(self), LateStream(self), staging._record, staging._wait)
+        stager._turns = Turns(LateStream(self), LateStream(self), LateStream.record_event, LateStream.wait_event)
         stager._slots, stager._turn = [torch.zeros(slot_bytes, dtype=torch.uint8) for _ in range(2)], 0
         stager._slot_events = [(self.Event(), self.Event()) for _ in range(2)]
         stager.send = lambda values: torch.as_tensor(values).clone()

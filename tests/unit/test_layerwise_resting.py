@@ -146,7 +146,6 @@ def test_neighbours_are_one_run() -> None:
         assert not order or torch.equal(torch.cat(runs, dim=2), torch.cat([cut[i] for i in order], dim=2))
 
 
-@pytest.mark.usefixtures("turns")
 @pytest.mark.parametrize("seed", range(8))
 def test_pieces_that_follow_each_other_are_one(seed: int) -> None:
     rng = random.Random(seed)

@@ -11,6 +11,7 @@ import torch
 
 from qcap.errors import ConfigError, ShapeError, TokenError
 from qcap.geometry import Geometry
+from qcap.sdk.context import outside
 from qcap.sdk.edits import Edit, Index, as_index, keep_tokens
 from qcap.sdk.policies.registry import scores
 from qcap.tokens import TokenIds
@@ -127,7 +128,7 @@ def apply(
             f"of {geometry.chunk_size}, so that every kept row is stored. Capture with a smaller chunk_size for a finer share, or give "
             "multiple_of=1: the engine then computes the rows behind the last whole chunk anew",
             UserWarning,
-            stacklevel=2,
+            stacklevel=outside(),
         )
     told = {**params, "keep": keep, "scope": scope}
     return keep_tokens(kv, tokens, index, name=name, params=told, geometry=geometry, positions=positions, parent_salt=parent_salt)
