@@ -42,7 +42,8 @@ RESIDENT_STEPS = 2
 MAX_WINDOWS = 8
 MAX_TOGETHER = 8
 HELD_ROWS = 2048
-"""Steps of at least so many rows leave from where they lie, if they may: for smaller ones the calls cost the host more than they save."""
+"""Steps of at least so many rows leave from where they lie, if they may: for smaller ones the calls cost the host more than they save, and
+several of their layers are scattered in one launch."""
 
 
 @dataclass(frozen=True)
@@ -191,12 +192,13 @@ class StreamingQueryFeature(QueryBooks):
         self._leaving_large = _Leaving(stager)  # and rows of the windows
         self._together = self._places = 1  # layers that leave in one copy, and such groups that the windows hold
         self._recorded_layers = recorded_layers if self._cuda else 1
-        self._recorded: list[torch.Tensor] = []  # queries of the last layers, put away with the next ones
+        self._kept: list[torch.Tensor] = []  # queries of the last layers, put away with the next ones
         self._queries_stay, self._held_rows = queries_stay and self._cuda, HELD_ROWS
         self._held = HeldQueries(stager)
         self._first: torch.Tensor | None = None  # queries of layer 0, which leave with those of layer 1: the device waits for the host here
-        self._held_most = 0  # rows of the largest step that there was room for
+        self._spared = 0  # the most bytes that the device could once spare
         self._direct = False  # the step's rows leave from where they lie
+        self._grouped = False  # the step's layers go to the windows several at a time
         self._slots_large = torch.full((max(budget.max_rows, 1),), -1, dtype=torch.int64, device=device)  # of such a step: no graph's
         self._next_small = 0
         self._rows: StepRows | None = None
@@ -238,6 +240,7 @@ class StreamingQueryFeature(QueryBooks):
             room = len(self.windows) // count
             self._together = max(1, min(MAX_TOGETHER, room // 3))
             self._places = room // self._together
+        self._grouped = large and self._queries_stay and count < self._held_rows and self._together > 1
         self._base = 0 if large else self._resident_place(count)
         self._plan.send(step.number, requests, blocks, self._base)
         self.ledger.open(step, self._rows)
@@ -287,13 +290,15 @@ class StreamingQueryFeature(QueryBooks):
         if large and not self.active:
             return  # a profiling run: too large for any graph
         if layer == 0:
-            self._recorded = []
+            self._kept = []
             self._seen_rows, self._slots = rows, self._ring_slots[:rows]
             if self._direct and self.active:
-                self._direct = query.is_contiguous() and rows >= self._count and self._room_to_hold()
+                self._direct = query.is_contiguous() and rows >= self._count and self._can_spare(HELD + 1)
                 if self._direct:
                     self._flushed = self._geometry.num_layers  # through no window
                     self._slots = self._slots_large[: self._count]
+            if large and self._grouped:
+                self._grouped = self._can_spare(self._together)
             stamps = self._stamps_large if large else self._stamps_small
             if large and self._stamps_free is not None:
                 self._stager.wait_for(self._stamps_free)
@@ -318,11 +323,14 @@ class StreamingQueryFeature(QueryBooks):
             first = self._window_of(layer)
             if layer % self._together == 0:
                 self._leaving_large.wait(first, first + min(self._together, self._geometry.num_layers - layer) * self._count)
+            if self._grouped:
+                self._keep(layer, query.reshape(rows, width), self._together)
+                return
             target = self._window_views.get(first)
             if target is None:
                 target = self._window_views[first] = self.windows[first : first + self._count]
         elif self._recorded_layers > 1 and not self.active and torch.cuda.is_current_stream_capturing():
-            self._record_layer(layer, query.reshape(rows, width))
+            self._keep(layer, query.reshape(rows, width), self._recorded_layers)
             return
         else:
             target = self._resident_layers[layer]
@@ -331,13 +339,13 @@ class StreamingQueryFeature(QueryBooks):
         if large and not self._cuda:
             self._flush(layer + 1)
 
-    def _room_to_hold(self) -> bool:
-        """Whether the device can spare what queries take that are freed a few layers later than they would be."""
-        if self._count > self._held_most:
-            needed = 2 * (HELD + 1) * self._count * self.budget.row_bytes
+    def _can_spare(self, layers: int) -> bool:
+        """Whether the device has room for the queries of so many layers, which are freed later than they would be."""
+        needed = 2 * layers * self._count * self.budget.row_bytes
+        if needed > self._spared:
             if self._cuda and torch.cuda.mem_get_info(self._device)[0] < needed:
                 return False
-            self._held_most = self._count
+            self._spared = needed
         return True
 
     def _leave(self, layer: int, query: torch.Tensor) -> None:
@@ -355,20 +363,25 @@ class StreamingQueryFeature(QueryBooks):
             self._held.leave(first, home[0])
         self._held.leave(query.contiguous(), home[layer])
 
-    def _record_layer(self, layer: int, query: torch.Tensor) -> None:
-        """Part of a graph: several layers in one launch. What is referred to here is not given to anyone else meanwhile."""
-        recorded = self._recorded
-        if recorded and (recorded[0].stride() != query.stride() or recorded[0].dtype != query.dtype):
-            self._put_recorded(layer)
-        self._recorded.append(query)
+    def _keep(self, layer: int, query: torch.Tensor, together: int) -> None:
+        """Put a layer's queries away in one launch with those of its neighbours, ``together`` layers at a time. What is referred to here
+        is not given to anyone else meanwhile."""
+        kept = self._kept
+        if kept and (kept[0].stride() != query.stride() or kept[0].dtype != query.dtype):
+            self._put_kept(layer)
+        self._kept.append(query)
         self._calls += 1
-        if len(self._recorded) == self._recorded_layers or layer + 1 == self._geometry.num_layers:
-            self._put_recorded(layer + 1)
+        if (layer + 1) % together == 0 or layer + 1 == self._geometry.num_layers:
+            self._put_kept(layer + 1)
 
-    def _put_recorded(self, end: int) -> None:
+    def _put_kept(self, end: int) -> None:
         """Put away the queries that are kept: of the layers below ``end``."""
-        recorded, self._recorded = self._recorded, []
-        kernels.row_scatter_layers(recorded, self._slots, self.resident[:, end - len(recorded) : end])
+        kept, self._kept = self._kept, []
+        layers, target = len(kept), self.resident[:, end - len(kept) : end]
+        if self.active:  # a large step's
+            first = self._window_of(end - layers)
+            target = self.windows[first : first + layers * self._count].view(layers, self._count, -1).transpose(0, 1)
+        kernels.row_scatter_layers(kept, self._slots, target)
 
     def layer_done(self, layer: int) -> None:
         """Rows of layers up to ``layer`` may leave, if Python brought them here."""
@@ -445,7 +458,7 @@ class StreamingQueryFeature(QueryBooks):
         """Empty the plan: what runs before the next :meth:`begin` matches no block."""
         self._plan.quiet()
         self.active = self._direct = False
-        self._first = None
+        self._first, self._kept = None, []
         self._held.let_go()
 
     def end(self) -> None:

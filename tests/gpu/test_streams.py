@@ -39,20 +39,20 @@ def row_values(ids: torch.Tensor, layer: int, plane: int) -> torch.Tensor:
 class Rig:
     """Both features on a device, and the pages and queries of steps written by hand."""
 
-    def __init__(self, streaming: bool, windows: int = 2, held: bool = False) -> None:
+    def __init__(self, form: str, windows: int = 2) -> None:
         self.g, self.device = geometry(), torch.device("cuda")
         self.arena = HostArena(1 << 30, pinned=True, waits=True)
         self.stager = PageStager(self.device, self.arena, slot_bytes=256 << 10)  # a chunk's layer is 32 KiB: several rounds a step
         self.counters: Counter[str] = Counter()
         limit = step_block_limit(MAX_ROWS, 64, N)
-        if streaming:
+        if form != "resident":
             self.query: StreamingQueryFeature | QueryFeature = StreamingQueryFeature(
                 self.g, StreamBudget(MAX_ROWS, SMALL, windows, H * 4, L), num_kv_blocks=BLOCKS, plan_blocks=limit,
                 plan_requests=64, padded_rows=MAX_ROWS + 8,
                 stager=self.stager, counters=self.counters, host_bytes=1 << 30, recorded_layers=4,
-                queries_stay=held,
+                queries_stay=form in ("held", "grouped"),
             )  # fmt: skip
-            self.query._held_rows = SMALL + 1
+            self.query._held_rows = SMALL + 1 if form == "held" else MAX_ROWS + 1
         else:
             self.query = QueryFeature(
                 self.g, device=self.device, dtype=torch.float32, ring_blocks=2 * limit, max_rows=MAX_ROWS + 8, plan_blocks=limit,
@@ -105,7 +105,8 @@ class Rig:
         whole = [(uid, index) for uid, s, e in work for index in range(s // CH, e // CH)]
         due = [(self.tracks[uid], index) for uid, index in whole if index not in self.staged(uid, CacheKind.KV)]
         torch.cuda.synchronize()
-        held = isinstance(self.query, StreamingQueryFeature) and self.query._queries_stay and len(work) == 1 and len(slots) > SMALL
+        stay = isinstance(self.query, StreamingQueryFeature) and self.query._queries_stay and len(slots) > SMALL
+        held = stay and (len(work) == 1 or len(slots) < self.query._held_rows)
         if held:
             with torch.cuda.stream(self.stager.copy):
                 torch.cuda._sleep(20_000_000)  # copies are late: nothing may take the memory of queries that are still leaving
@@ -163,9 +164,9 @@ class Rig:
 
 
 @pytest.mark.parametrize("windows", [1, 2, 4])
-@pytest.mark.parametrize("form", ["streaming", "resident", "held"])
+@pytest.mark.parametrize("form", ["streaming", "resident", "held", "grouped"])
 def test_what_leaves_is_what_was_there(form: str, windows: int) -> None:  # A31 C24 C36 D21: sync debug mode "error" around each step
-    rig = Rig(form != "resident", windows, form == "held")
+    rig = Rig(form, windows)
     rig.record()
     left = 0
     if isinstance(rig.query, StreamingQueryFeature):

@@ -501,8 +501,10 @@ class Sim:
             )  # fmt: skip
             for buffer in (self.query.windows, self.query.resident):
                 buffer.fill_(POISON)
-            # Steps of one request may leave from where they lie, as on a GPU. If a row is lost there, so are those behind it.
-            self.query._queries_stay, self.query._held_rows = o.seed % 2 == 0 and not o.dropped_rows, o.small_rows + 2
+            # Steps of one request may leave from where they lie, as on a GPU. If a row is lost there, so are those behind it. Smaller ones
+            # are scattered several layers at a time.
+            self.query._queries_stay = o.seed % 2 == 0 and not o.dropped_rows
+            self.query._held_rows = o.small_rows + (2, 8, 1000)[o.seed // 2 % 3]
         else:
             self.query = QueryFeature(
                 g, device=torch.device("cpu"), dtype=torch.float32, ring_blocks=self.ring_blocks, max_rows=o.budget + 8, plan_blocks=limit,

@@ -451,11 +451,11 @@ def test_a_graph_puts_several_layers_away_together(monkeypatch, layers, strides)
         feature.on_layer(layer, query.view(7, 1, 4), slots)
     for layer, query in enumerate(queries):
         assert torch.equal(feature.resident[:6, layer], query[:6]), f"layer {layer}"
-    assert (feature.resident[6:] == -7.0).all() and not feature._recorded and sum(launches) == layers
+    assert (feature.resident[6:] == -7.0).all() and not feature._kept and sum(launches) == layers
     assert strides == "two" or launches == [4] * (layers // 4) + [layers % 4] * (layers % 4 > 0)
     feature.on_layer(0, queries[0].view(7, 1, 4), slots)  # a recording that is given up
     feature.on_layer(0, queries[0].view(7, 1, 4), slots)
-    assert len(feature._recorded) == (layers > 1)
+    assert len(feature._kept) == (layers > 1)
     feature.quiet()
     feature.close()
 
@@ -466,7 +466,7 @@ def test_a_graph_puts_several_layers_away_together(monkeypatch, layers, strides)
 class HeldRig:
     """A feature whose steps of one request leave from where they lie, on a CPU, where a copy is over when it is made."""
 
-    def __init__(self, layers=3, **more):
+    def __init__(self, layers=3, windows=2, **more):
         g = Geometry(
             model="m", layer_names=tuple(f"l{i}" for i in range(layers)), num_q_heads=1, num_kv_heads=1, head_size=4, dtype="float32",
             block_size=N, chunk_size=CH, rope=Rope(rotary_dim=4),
@@ -474,7 +474,7 @@ class HeldRig:
         self.layers, self.arena, self.counters = layers, HostArena(1 << 20, pinned=False, waits=True), Counter()
         stager = PageStager(torch.device("cpu"), self.arena)
         self.feature = StreamingQueryFeature(
-            g, StreamBudget(40, 4, 2, 16, layers), num_kv_blocks=40, plan_blocks=40, plan_requests=4, padded_rows=50, stager=stager,
+            g, StreamBudget(40, 4, windows, 16, layers), num_kv_blocks=40, plan_blocks=40, plan_requests=4, padded_rows=50, stager=stager,
             counters=self.counters, host_bytes=1 << 20, **more,
         )  # fmt: skip
         self.feature._queries_stay, self.feature._held_rows = True, 8
@@ -553,6 +553,28 @@ def test_a_step_of_one_request_leaves_from_where_it_lies(held, layers, strided):
     assert rig.counters["query.rows_missing"] == 0
 
 
+@pytest.mark.parametrize("room", [True, False])
+@pytest.mark.parametrize("strided", [(), (1,), (0, 1)])
+@pytest.mark.parametrize("layers", [1, 2, 3, 9])
+def test_layers_of_a_step_that_is_not_that_large_are_scattered_together(held, monkeypatch, layers, strided, room):  # C24
+    rig, launches = held(layers, windows=4), []
+    rig.feature._held_rows = 40
+    real = kernels.row_scatter_layers
+    monkeypatch.setattr(kernels, "row_scatter_layers", lambda rows, *more: launches.append(len(rows)) or real(rows, *more))
+    if not room:
+        monkeypatch.setattr(rig.feature, "_can_spare", lambda count: False)
+    first, other = request(1, 0, 11, [9, 4, 7]), request(2, 0, 9, [11, 12, 13])
+    rig.run(first, other, order=[*range(11, 20), *range(11)], strided=strided)  # 160 rows of windows: two layers together, four such groups
+    assert sum(launches) == layers * room and rig.left == 0 and not rig.feature._kept
+    assert strided or not room or launches == [2] * (layers // 2) + [1] * (layers % 2)
+    assert rig.chunks(1, 11) == {0: list(range(8))} and rig.chunks(2, 9) == {0: list(range(8))}
+    rig.run(request(1, 11, 24, [9, 4, 7, 2, 5, 8], admitted=False), strided=strided)  # three together; the rest of a chunk is in the step before
+    assert rig.chunks(1, 24) == {1: list(range(8, 16)), 2: list(range(16, 24))}
+    rig.run(request(2, 9, 24, [11, 12, 13, 14, 15, 16], admitted=False), layers=layers - 1)  # given up in the middle
+    assert not rig.feature._kept and rig.counters["query.steps_incomplete"] == 1 and rig.chunks(2, 24) == {}
+    assert rig.counters["query.rows_missing"] == 0
+
+
 def test_rows_that_do_not_lie_in_order_never_count(held):
     """What never happens: if it does, no row stands under another token, and the next steps go through the ring."""
     rig = held()
@@ -589,7 +611,7 @@ def test_what_goes_through_the_ring_all_the_same(held, monkeypatch, why):
     elif why == "too few rows":
         rig.run(one, rows=18)
     else:
-        monkeypatch.setattr(rig.feature, "_room_to_hold", lambda: False)
+        monkeypatch.setattr(rig.feature, "_can_spare", lambda layers: False)
         rig.run(one)
     assert rig.left == 0
     wanted = {0: list(range(8)), 1: list(range(8, 16))}
