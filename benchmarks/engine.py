@@ -10,7 +10,8 @@ everything is computed and stored anew. Measured, per run:
   last of them. ``decode step``: the median time of a ``step()`` between the 20th and the 120th.
 
 ``--engines 2`` starts two of each configuration, and their figures count together: two processes that do the same differ by about as much
-as capture costs.
+as capture costs. ``--switch`` compares each engine that captures with itself: the first token, with its connector and its hooks taken away
+and put back in turns. (Not the decode step: graphs of whole steps are recorded with capture in them.)
 
 Requests ask for a few tokens more than are timed: at its end an engine that waits for the store does so, and that is not in a figure.
 ``--profile`` prints what the device did in one long prefill and in 20 decode steps, by kernel.
@@ -76,6 +77,7 @@ TINY = {
     "torch_dtype": "float32",
 }
 AGAIN = "off again"
+ON, OFF = " switched on", " switched off"
 NAMED = ("skipped", "lost", "error", "missing", "refused", "failed", "turned_off", "incomplete", "without", "spilled", "cut_off")
 
 
@@ -217,6 +219,8 @@ class Engine:
 class CaptureEngine(Engine):
     """Prompts and decoding of an engine that captures, or not."""
 
+    _connectors: Any = None  # those of the scheduler and the worker, once they were taken away
+
     def _requests(self, count: int, tokens: int, new: int, seed: str) -> list[tuple[str, dict[str, Any], Any]]:
         source = random.Random(seed)
         return [self._request(self._tokens(tokens, source), new) for _ in range(count)]
@@ -234,6 +238,38 @@ class CaptureEngine(Engine):
                 raise RuntimeError(f"a prompt of {tokens} tokens was to be new, and {known} tokens or chunks of it were known")
         self._finish()
         return {f"ttft {tokens} ms": span}
+
+    def switch(self, on: bool) -> None:
+        """Take qcap away from the engine, or put it back."""
+        from vllm.distributed.kv_transfer import kv_transfer_state
+
+        core = self._engine.engine_core.engine_core
+        worker, side = core.model_executor.driver_worker, self._worker()
+        runner = getattr(worker, "worker", worker).model_runner
+        if self._connectors is None:
+            self._connectors = core.scheduler.connector, kv_transfer_state._KV_CONNECTOR_AGENT
+        core.scheduler.connector, agent = self._connectors if on else (None, None)
+        if hasattr(runner, "kv_connector"):
+            runner.kv_connector.set_disabled(not on)
+        else:
+            kv_transfer_state._KV_CONNECTOR_AGENT = agent
+        if on:
+            side.hooks.install()
+        else:
+            side.hooks.remove()
+
+    def switched(self, tokens: int, seed: str, on_first: bool) -> dict[str, dict[str, float]]:
+        """:meth:`ttft` with qcap and without, one right after the other."""
+        found = {}
+        for label in (ON, OFF) if on_first else (OFF, ON):
+            if label == OFF:
+                self.switch(False)
+            try:
+                found[label] = self.ttft(tokens, seed + label)
+            finally:
+                if label == OFF:
+                    self.switch(True)
+        return found
 
     def _found_stored(self) -> int:
         """Chunks that were captured and found to be in the store already, ever."""
@@ -390,15 +426,23 @@ def measure(
     return figures
 
 
-def capture_round(children: Children, names: list[str], tokens: list[int], number: int) -> Iterator[tuple[str, dict[str, float]]]:
+def capture_round(
+    children: Children, names: list[str], tokens: list[int], number: int, *, switch: bool = False
+) -> Iterator[tuple[str, dict[str, float]]]:
     """Every prompt length, then decoding, each in all engines in turn: another one first each round, since a device that just worked is
-    slower than one that rested. A single ``off`` has two turns, to show how far two measurements of the same thing lie apart."""
+    slower than one that rested. A single ``off`` has two turns, to show how far two measurements of the same thing lie apart.
+
+    ``switch``: then each engine that captures against itself."""
     turns = [*names, AGAIN] if "off" in names and all(name == config_of(name) for name in names) else names
     first = number % len(turns)
     for what in (*tokens, "decode"):
         for config in (*turns[first:], *turns[:first]):
             seed, engine = f"{what} {number} {config == AGAIN}", "off" if config == AGAIN else config
             yield config, children.ask(engine, "decode", seed) if what == "decode" else children.ask(engine, "ttft", what, seed)
+    for what, name in itertools.product(tokens, names) if switch else ():
+        if config_of(name) != "off":
+            for label, got in children.ask(name, "switched", what, f"{what} {number} {name}", number % 2 == 0).items():
+                yield config_of(name) + label, got
 
 
 def config_of(name: str) -> str:
@@ -422,6 +466,8 @@ def summary(figures: dict[Any, list[float]], common: dict[str, Any]) -> list[dic
         p20, p50, p80 = harness.spread(sorted(values))
         p50 = statistics.median(values)
         base = figures.get((name, "off"), []) + (figures.get((name, AGAIN), []) if config != AGAIN else [])
+        if config.endswith((ON, OFF)):
+            base = figures[name, config.removesuffix(ON) + OFF] if config.endswith(ON) else []
         slower = None
         if base and config != "off":
             off = statistics.median(base)
@@ -549,6 +595,16 @@ def show_figures(rows: list[dict[str, Any]], about: dict[str, Any], chunk_size: 
             console.print(f"{config}: {difference}")
 
 
+def show_pairs(figures: dict[Any, list[float]], console: Console) -> None:
+    """How much longer a first token took with qcap than without, in one engine, right before or after."""
+    for (name, config), values in figures.items():
+        if config.endswith(ON):
+            off = figures[name, config.removesuffix(ON) + OFF]
+            low, median, high = harness.spread(sorted(a - b for a, b in zip(values, off, strict=True)))
+            share = 100 * median / statistics.median(off)
+            console.print(f"{name}, {config.removesuffix(ON)}, pairs in one engine: {median:+.3f} ms ({share:+.2f} %), p20 {low:+.3f}, p80 {high:+.3f}")
+
+
 def show_counters(config: str, said: dict[str, Any], console: Console) -> None:
     """What :meth:`Engine.counters` said: what was lost or went wrong, and the memory taken."""
     counts = Counter(said.get("counters", {}))
@@ -565,6 +621,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--configs", default="off,query,both", help=f"of {', '.join(CAPTURE)}")
     parser.add_argument("--tokens", default="1024,8192", help="lengths of the prompts whose first token is timed")
     parser.add_argument("--engines", type=int, default=1, help="of each configuration")
+    parser.add_argument("--switch", action="store_true", help="also compare each engine that captures with itself, qcap taken away and put back")
     parser.add_argument("--profile", action="store_true", help="afterwards, device time by kernel")
     args = parser.parse_args(argv)
     if args.child:
@@ -590,11 +647,16 @@ def main(argv: list[str] | None = None) -> int:
     with engines("benchmarks.engine", args, {name: CAPTURE[config_of(name)] for name in names}, options) as (children, about):
         reserve = 45.0 * len(configs) if args.profile and cuda else 10.0
         until = begun + args.budget_s - reserve
-        figures = measure(lambda number: capture_round(children, names, tokens, number), args.repeats, args.warm_up, until)
+
+        def one_round(number: int) -> Iterator[tuple[str, dict[str, float]]]:
+            return capture_round(children, names, tokens, number, switch=args.switch)
+
+        figures = measure(one_round, args.repeats, args.warm_up, until)
         left = {name: children.ask(name, "counters") for name in names}
         common = {"chunk_size": args.chunk_size, "commit": harness.commit(), "engine": about[configs[0]]}
         rows = summary(together(figures), common)
         show_figures(rows, about, args.chunk_size, console)
+        show_pairs(figures, console)
         for (what, name), values in figures.items() if args.engines > 1 else ():
             console.print(f"{what}, engine {name!r}: median {statistics.median(values):.3f} of {len(values)}")
             rows.append({"measure": what, "engine_of_its_configuration": name, "values": values, **common})

@@ -27,7 +27,7 @@ _uids = itertools.count(1)  # of the process: two engines in it never use one nu
 RETRY_LOAD_S = 60.0
 """A chunk whose load failed is not offered again for this long: each failure costs the request a recompute."""
 MAX_BAD = 1 << 16
-MATCH_FIRST, MATCH_CHUNKS = (6, 16, 32), 32
+MATCH_FIRST, MATCH_CHUNKS = (6, 12, 20, 32), 32
 """A worker that may begin early is told of the first so many chunks, then of so many at a time: the fewer they are, the sooner it begins,
 and their copies last until the next ones are known."""
 PROBES_CHEAP, PROBES = 32, 4
