@@ -599,10 +599,11 @@ def show_pairs(figures: dict[Any, list[float]], console: Console) -> None:
     """How much longer a first token took with qcap than without, in one engine, right before or after."""
     for (name, config), values in figures.items():
         if config.endswith(ON):
-            off = figures[name, config.removesuffix(ON) + OFF]
+            ours = config.removesuffix(ON)
+            off = figures[name, ours + OFF]
             low, median, high = harness.spread(sorted(a - b for a, b in zip(values, off, strict=True)))
             share = 100 * median / statistics.median(off)
-            console.print(f"{name}, {config.removesuffix(ON)}, pairs in one engine: {median:+.3f} ms ({share:+.2f} %), p20 {low:+.3f}, p80 {high:+.3f}")
+            console.print(f"{name}, {ours}, pairs in one engine: {median:+.3f} ms ({share:+.2f} %), p20 {low:+.3f}, p80 {high:+.3f}")
 
 
 def show_counters(config: str, said: dict[str, Any], console: Console) -> None:
@@ -621,7 +622,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--configs", default="off,query,both", help=f"of {', '.join(CAPTURE)}")
     parser.add_argument("--tokens", default="1024,8192", help="lengths of the prompts whose first token is timed")
     parser.add_argument("--engines", type=int, default=1, help="of each configuration")
-    parser.add_argument("--switch", action="store_true", help="also compare each engine that captures with itself, qcap taken away and put back")
+    parser.add_argument("--switch", action="store_true", help="also compare engines that capture with themselves, qcap taken away")
     parser.add_argument("--profile", action="store_true", help="afterwards, device time by kernel")
     args = parser.parse_args(argv)
     if args.child:

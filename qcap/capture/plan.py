@@ -1,4 +1,4 @@
-"""The step's plan on its way to the device: one small copy from page-locked memory into a buffer that a recorded graph reads."""
+"""The step's plan on its way to the device: a kernel reads it from page-locked memory into a buffer that a recorded graph reads."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from qcap import kernels
+
 _HEADER = 4
-_ROUND = 256  # a copy's length is a multiple of this, so that few views are ever made; what lies past the plan is not looked at
+_ROUND = 256  # what is read is as long as a multiple of this, so that few views are ever made; what lies past the plan is not looked at
 _GROUP = 8  # one event guards so many uploads
 
 
@@ -52,7 +54,7 @@ class PlanBuffer:
         views = self._views.get((turn, length))
         if views is None:
             views = self._views[turn, length] = (self.device[:length], self._hosts[turn][:length])
-        views[0].copy_(views[1], non_blocking=True)
+        kernels.host_read(views[1], views[0])
         if self._cuda and turn % _GROUP == _GROUP - 1:
             event = self._events[turn // _GROUP] = self._events[turn // _GROUP] or torch.cuda.Event()
             event.record()

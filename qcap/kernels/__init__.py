@@ -25,6 +25,7 @@ __all__ = [
     "PageTable",
     "attention_mass",
     "gather_pages",
+    "host_read",
     "rope_shift",
     "rope_shift_",
     "row_scatter",
@@ -80,6 +81,16 @@ def slot_attribution(
         return
     checks.slot_attribution(slot_mapping, plan, block_size, ring_slots, stamps, counts)
     reference.slot_attribution(slot_mapping, plan, block_size, ring_slots, stamps, counts)
+
+
+def host_read(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy a few int64 from page-locked memory to the device, without a copy engine. See :mod:`qcap.kernels.host_read`."""
+    if target.is_cuda:
+        launcher = _launchers.get("host_read") or _launcher("host_read", "host_read")
+        launcher(source, target)  # likewise
+        return
+    checks.host_read(source, target)
+    reference.host_read(source, target)
 
 
 def row_scatter(rows: torch.Tensor, ring_slots: torch.Tensor, ring: torch.Tensor) -> None:

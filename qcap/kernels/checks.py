@@ -53,6 +53,17 @@ def slot_attribution(
         _vector(op, "counts", counts, (torch.int32,), device, "counts of another device")
 
 
+def host_read(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Raise ValueError if ``host_read`` could not run on these."""
+    op, host = "host_read", torch.device("cpu")
+    _vector(op, "source", source, INT64, host, "a tensor of the device, which needs no such copy")
+    _vector(op, "target", target, INT64, target.device, "a slice with a step, or another type than the source")
+    if source.numel() != target.numel():
+        raise _wrong(op, "target", f"[{source.numel()}], as the source", target, "only one of them was sliced")
+    if target.is_cuda and source.numel() and not source.is_pinned():
+        raise _wrong(op, "source", "page-locked memory", source, "it was made without pin_memory=True: the device cannot read it")
+
+
 def row_scatter(rows: torch.Tensor, ring_slots: torch.Tensor, ring: torch.Tensor) -> None:
     """Raise ValueError if ``row_scatter`` could not run on these."""
     _scatter("row_scatter", rows, ring_slots, ring, 2)

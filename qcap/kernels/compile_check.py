@@ -131,7 +131,13 @@ def _join_lse() -> Case:
     return Case("attention_mass join_lse_kernel", "attention_mass", "join_lse_kernel", types, {"SPLITS": 20, "BLOCK_S": 32, "BLOCK_M": 64})
 
 
+def _host_read() -> Case:
+    types = {"target_ptr": "*i64", "source_ptr": "*i64", "length": "i32"}
+    return Case("host_read", "host_read", "host_read_kernel", types, {"BLOCK": 1024})
+
+
 CASES: tuple[Case, ...] = (
+    _host_read(),
     _slot_attribution("slot_attribution int64", "*i64", False),
     _slot_attribution("slot_attribution int32, counted", "*i32", True),
     _slot_attribution("slot_attribution int64, odd block", "*i64", True, 12),

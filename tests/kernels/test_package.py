@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "qcap" / "kernels"
-OPS = ("attention_mass", "paged_copy", "rope_shift", "row_scatter", "slot_attribution")
+OPS = ("attention_mass", "host_read", "paged_copy", "rope_shift", "row_scatter", "slot_attribution")
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -134,7 +134,7 @@ class LateDevice:
             return copy(target, source)
 
         monkeypatch.setattr(torch.Tensor, "copy_", late_copy)
-        for name in ("slot_attribution", "row_scatter", "gather_pages", "scatter_pages"):
+        for name in ("host_read", "slot_attribution", "row_scatter", "row_scatter_layers", "gather_pages", "scatter_pages"):
             real = getattr(kernels, name)
             monkeypatch.setattr(kernels, name, lambda *args, real=real: device.launch(lambda: real(*args)))
 

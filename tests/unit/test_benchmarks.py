@@ -257,6 +257,28 @@ def test_engines_take_turns_and_get_the_same_prompts():
     assert [name for name, _ in got] == ["both", "off 2", "both 2", "off"], "with two that capture nothing, neither has two turns"
 
 
+def test_an_engine_that_captures_is_compared_with_itself():
+    class Switched(FakeChildren):
+        def ask(self, config, name, *arguments):
+            got = super().ask(config, name, *arguments)
+            return {label: {"ttft 8 ms": ms} for label, ms in ((engine.ON, 3.0), (engine.OFF, 2.0))} if name == "switched" else got
+
+    children = Switched()
+    got = list(engine.capture_round(children, ["off", "both", "off 2", "both 2"], [8], 1, switch=True))
+    assert [asked for asked in children.asked if asked[1] == "switched"] == [
+        ("both", "switched", 8, "8 1 both", False), ("both 2", "switched", 8, "8 1 both 2", False),
+    ]  # fmt: skip
+    assert got[-4:] == [(f"both{label}", {"ttft 8 ms": ms}) for label, ms in ((engine.ON, 3.0), (engine.OFF, 2.0))] * 2
+    ours = {engine.ON: [3.0, 5.0, 2.5], engine.OFF: [2.0, 2.0, 2.0]}
+    figures = {**{("ttft 8 ms", "both" + label): values for label, values in ours.items()}, ("ttft 8 ms", "off"): [1.0]}
+    slower = {row["config"]: row["slower_pct"] for row in engine.summary(figures, {})}
+    assert slower == {"both" + engine.ON: pytest.approx(50.0), "both" + engine.OFF: None, "off": None}
+    console = Console(width=200)
+    with console.capture() as capture:
+        engine.show_pairs(figures, console)
+    assert "ttft 8 ms, both, pairs in one engine: +1.000 ms (+50.00 %), p20 +0.500, p80 +3.000" in capture.get()
+
+
 def test_figures_of_several_engines_of_a_configuration_count_together():
     figures = {
         ("x ms", "off"): [1.0],

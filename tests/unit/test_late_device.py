@@ -10,13 +10,14 @@ import pytest
 import torch
 from late_device import LateDevice
 
+from qcap import kernels
 from qcap.attribution import RequestStep, Step, step_block_limit
 from qcap.capture import HostArena, KVFeature, PageStager, RequestTrack, StreamBudget, StreamingQueryFeature
 from qcap.capture.held import HELD, HeldQueries
 from qcap.geometry import Geometry, PagedLayout, PlaneStrides, Rope
 from qcap.kinds import CacheKind
 
-L, HEADS, D, N, CH = 5, 1, 4, 4, 8
+L, HEADS, D, N, CH = 8, 1, 4, 4, 8
 H, BLOCKS, MAX_ROWS, SMALL = HEADS * D, 60, 40, 5
 
 
@@ -27,7 +28,7 @@ def row_values(ids: torch.Tensor, layer: int, plane: int) -> torch.Tensor:
 class Rig:
     """Both features on a late device, and steps as an engine queues them."""
 
-    def __init__(self, monkeypatch, seed, windows):
+    def __init__(self, monkeypatch, seed, windows, grouped=False):
         self.g = Geometry(
             model="m", layer_names=tuple(f"l{i}" for i in range(L)), num_q_heads=HEADS, num_kv_heads=HEADS, head_size=D, dtype="float32",
             block_size=N, chunk_size=CH, rope=Rope(rotary_dim=D),
@@ -47,6 +48,8 @@ class Rig:
         self.kv = KVFeature(self.g, self.pages, [layout] * L, self.stager)
         self.device.own(self.query, self.stager, 2 * CH * H * 4)  # a slot holds one chunk's layer
         self.device.install(monkeypatch)
+        self.query._queries_stay, self.query._held_rows = grouped, MAX_ROWS + 1  # several layers of a step are scattered together
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (1 << 30, 1 << 30))
         self.tracks: dict[int, RequestTrack] = {}
         self.number = 0
 
@@ -71,10 +74,13 @@ class Rig:
         self.query.begin(step)
         self.kv.begin(step)
         self.kv.start(due)
-        query = torch.full((len(token), H), -9.0)  # one buffer for all layers, as an engine's allocator gives it
-        for layer in range(L):
+        buffers: list[torch.Tensor] = []
+        for layer in range(L):  # one buffer for all layers, as an engine's allocator gives it: others only where that is still referred to
+            kept = {query.data_ptr() for query in self.query._kept}
+            buffers += [torch.full((len(token), H), -9.0)] * all(buffer.data_ptr() in kept for buffer in buffers)
+            query = next(buffer for buffer in buffers if buffer.data_ptr() not in kept)
 
-            def write(layer=layer):
+            def write(layer=layer, query=query):
                 self.pages[layer][block, 0, offset] = row_values(token, layer, 0).view(-1, HEADS, D)
                 self.pages[layer][block, 1, offset] = row_values(token, layer, 1).view(-1, HEADS, D)
                 query[:] = row_values(token, layer, 2)
@@ -113,8 +119,11 @@ class Rig:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("windows", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(4))
-def test_nothing_leaves_too_early_or_is_written_over_too_soon(monkeypatch, seed, windows):  # A31 C36 D21 W4
-    rig, rng = Rig(monkeypatch, seed, windows), random.Random(seed)
+@pytest.mark.parametrize("grouped", [False, True])
+def test_nothing_leaves_too_early_or_is_written_over_too_soon(monkeypatch, seed, windows, grouped):  # A31 C36 D21 W4
+    rig, rng, launches = Rig(monkeypatch, seed, windows + 4 * grouped, grouped), random.Random(seed), []
+    late = kernels.row_scatter_layers
+    monkeypatch.setattr(kernels, "row_scatter_layers", lambda rows, *more: launches.append(len(rows)) or late(rows, *more))
     rig.query.mover.move = lambda *a: None  # rows may stay where they are: its thread would run the device from two sides
     free = list(range(1, BLOCKS))
     pending, ids, blocks, done, checked = [], {}, {}, {}, Counter()
@@ -151,6 +160,7 @@ def test_nothing_leaves_too_early_or_is_written_over_too_soon(monkeypatch, seed,
     rig.device.finish()
     assert checked[CacheKind.QUERY] > 10 and checked[CacheKind.KV] >= checked[CacheKind.QUERY]
     assert rig.counters["query.rows_missing"] == rig.counters["query.steps_incomplete"] == 0
+    assert max(launches, default=0) > 1 if grouped else not launches
     for uid in list(rig.tracks):
         rig.query.release(rig.tracks[uid])
     rig.query.close()

@@ -568,7 +568,7 @@ def test_layers_of_a_step_that_is_not_that_large_are_scattered_together(held, mo
     assert sum(launches) == layers * room and rig.left == 0 and not rig.feature._kept
     assert strided or not room or launches == [2] * (layers // 2) + [1] * (layers % 2)
     assert rig.chunks(1, 11) == {0: list(range(8))} and rig.chunks(2, 9) == {0: list(range(8))}
-    rig.run(request(1, 11, 24, [9, 4, 7, 2, 5, 8], admitted=False), strided=strided)  # three together; the rest of a chunk is in the step before
+    rig.run(request(1, 11, 24, [9, 4, 7, 2, 5, 8], admitted=False), strided=strided)  # the rest of a chunk is in the step before
     assert rig.chunks(1, 24) == {1: list(range(8, 16)), 2: list(range(16, 24))}
     rig.run(request(2, 9, 24, [11, 12, 13, 14, 15, 16], admitted=False), layers=layers - 1)  # given up in the middle
     assert not rig.feature._kept and rig.counters["query.steps_incomplete"] == 1 and rig.chunks(2, 24) == {}
