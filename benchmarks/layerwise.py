@@ -16,7 +16,8 @@ The acceptance, of medians: ``load t`` of ``layerwise`` is at most 1.05 x max(co
 most 1.5 % above that of ``off``.
 
 ``--trace FOLDER`` afterwards loads once more for each tail: when qcap was called on the engine's thread and for how long, in a load and in
-a step with the pages in place (``calls-t.json``, and tables); and what the device did in a load (``trace-t.json.gz``, for Perfetto).
+a step with the pages in place, and when copies were made (``calls-t.json``, and tables); and what the device did in a load
+(``trace-t.json.gz``, for Perfetto).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import engine, harness
+from qcap.connectors.streams import Turns
 
 MORE = 4
 """Tokens that a request asks for beyond the one that is timed: an engine waits for the store at a request's end, outside of the figure."""
@@ -142,14 +144,21 @@ class LoadEngine(engine.Engine):
         return found
 
     def _called(self, tail: int, seed: str) -> dict[str, Any]:
-        """Milliseconds to the first token, and [method, beginning, milliseconds] of each of qcap's calls until then."""
+        """Milliseconds to the first token, [method, beginning, milliseconds] of each of qcap's calls until then, and [beginning, bytes] of
+        each copy of the load."""
         request, calls = self._request(self._with_tail(tail, seed), MORE), []
-        with timed_calls(sys.modules["qcap.vllm.connector"].QcapConnector, calls):
+        with timed_calls(sys.modules["qcap.vllm.connector"].QcapConnector, calls), timed_copies(self._torch, self._cuda) as copies:
+            self._synchronize()
             begun = time.perf_counter()
             span, _ = self._first_token(request)
         self._drain()
+        self._synchronize()
         gc.collect()
-        return {"ms": span, "calls": [[name, (at - begun) * 1e3, took * 1e3] for name, at, took in calls]}
+        return {
+            "ms": span,
+            "calls": [[name, (at - begun) * 1e3, took * 1e3] for name, at, took in calls],
+            "copies": [[copies[0][0].elapsed_time(event), nbytes] for event, nbytes in copies[1:]],
+        }
 
     def _with_tail(self, tail: int, seed: str) -> list[int]:
         return self._prompt[:-tail] + self._tokens(tail, random.Random(f"{seed} tail"))
@@ -210,6 +219,31 @@ def timed_calls(kind: type, calls: list[tuple[str, float, float]]) -> Iterator[N
     finally:
         for name, method in methods.items():
             setattr(kind, name, method)
+
+
+@contextmanager
+def timed_copies(torch: Any, cuda: bool) -> Iterator[list[tuple[Any, int]]]:
+    """An event before each copy of the first pair of streams that takes turns meanwhile, and the copy's bytes; before them one of now."""
+    take, copies, first = Turns.take, list[tuple[Any, int]](), list[Turns]()
+
+    def event(stream: Any, nbytes: int) -> None:
+        copies.append((torch.cuda.Event(enable_timing=True), nbytes))
+        copies[-1][0].record(stream)
+
+    def timed(turns: Turns, nbytes: int) -> Any:
+        stream = take(turns, nbytes)
+        first.extend([turns] * (not first))
+        if turns is first[0]:
+            event(stream, nbytes)
+        return stream
+
+    if cuda:
+        event(torch.cuda.current_stream(), 0)
+        Turns.take = timed  # type: ignore[method-assign]
+    try:
+        yield copies
+    finally:
+        Turns.take = take  # type: ignore[method-assign]
 
 
 def load_round(
@@ -298,6 +332,10 @@ def show_calls(what: str, found: dict[str, Any], console: Console) -> None:
         figures = (sum(took for _, took in mine), max(took for _, took in mine), mine[0][0], mine[-1][0] + mine[-1][1])
         table.add_row(name, str(len(mine)), *(f"{value:.3f}" for value in figures))
     console.print(table)
+    if copies := found.get("copies"):
+        (first, _), (last, rest) = copies[0], copies[-1]
+        rate = (sum(nbytes for _, nbytes in copies) - rest) / 1e6 / max(last - first, 1e-9)
+        console.print(f"copies: first after {first:.2f} ms, last ({rest / 1e6:.1f} MB) after {last:.2f}; {rate:.2f} GB/s until then")
     longest = sorted(calls, key=lambda call: -call[2])[:10]
     console.print("longest: " + ", ".join(f"{name} at {at:.2f} for {took:.2f}" for name, at, took in longest))
 

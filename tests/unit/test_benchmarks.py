@@ -420,6 +420,8 @@ def test_calls_within_calls_are_part_of_them():
     assert {name: vars(Connector)[name] for name in ("outer", "inner", "fails")} == {n: before[n] for n in ("outer", "inner", "fails")}
     console = Console(width=160)
     with console.capture() as capture:
-        layerwise.show_calls("load 64", {"ms": 9.0, "calls": [["outer", 1.0, 2.5], ["inner", 4.0, 0.5], ["outer", 5.0, 3.0]]}, console)
+        found = {"ms": 9.0, "calls": [["outer", 1.0, 2.5], ["inner", 4.0, 0.5], ["outer", 5.0, 3.0]]}
+        layerwise.show_calls("load 64", {**found, "copies": [[2.0, 50_000_000], [3.0, 100_000_000], [5.0, 7_000_000]]}, console)
     said = capture.get()
+    assert "copies: first after 2.00 ms, last (7.0 MB) after 5.00; 50.00 GB/s until then" in said
     assert "load 64: first token after 9.00 ms, 6.00 ms" in said and "8.000" in said and "longest: outer at 5.00 for 3.00" in said
