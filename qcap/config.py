@@ -96,7 +96,7 @@ class CaptureConfig:
         recorded_layers: layers whose queries one launch of a recorded graph puts away, 1 to 8. With more of them a decode step costs less.
             It relies on queries that are still referred to not being written over by the layers behind them; where an engine is not known
             to keep to that (compiled so that attention is not a piece of its own), it is 1 whatever is set. Key
-            ``qcap.q.recorded_layers``, default 8.
+            ``qcap.q.recorded_layers``, default 4.
         debug: count the rows that each step found, and compare; waits for the device. Key ``qcap.debug``, default False.
         host_bytes: page-locked host memory for what is on its way to the store, and with ``memory://`` for chunks that rest there (up to
             half of it, a quarter with ``skip``; older ones move to ordinary memory). None takes two steps of the largest size, at least
@@ -118,7 +118,7 @@ class CaptureConfig:
     ring_bytes: int | None = None
     ring_blocks: int | None = None
     ring_depth: int | None = None
-    recorded_layers: int = 8
+    recorded_layers: int = 4
     debug: bool = False
     host_bytes: int | None = None
     load_ahead_bytes: int | None = None

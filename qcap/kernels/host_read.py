@@ -6,7 +6,7 @@
 - target  [n] int64, contiguous, on the device, written whole.
 
 For what the next kernel on the stream needs. A copy engine does the same, but the stream has to wait for it and it for the stream: on an
-H200 that takes 11 us of a decode step in a stream that is busy, and this 4. What is large belongs to a copy engine.
+H200 a decode step takes 12 us longer so. What is large belongs to a copy engine.
 
 One program does BLOCK entries. Nothing is allocated and nothing waits; where ``source`` lies is an argument, so a recorded graph would read
 that place again and again. Reference: ``reference/host_read.py``. Raises ValueError on a wrong shape, dtype, stride, device, or if the host
