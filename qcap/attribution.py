@@ -159,6 +159,8 @@ class LoadRequest:
         block_ids: the request's KV blocks from block 0 up to position ``end``.
         digests: of the chunks from chunk 0 up to the one of ``end - 1``.
         token_ids: of positions ``[0, end)`` rounded up to whole chunks, to check the objects against.
+        behind: what the last chunk of an edit among them says of its rows (:attr:`~qcap.tokens.TokenChunk.behind`); "" if that is not
+            known: what is computed next is stored as of these rows.
     """
 
     uid: int
@@ -169,6 +171,7 @@ class LoadRequest:
     block_ids: tuple[int, ...]
     digests: tuple[str, ...]
     token_ids: tuple[int, ...]
+    behind: str = ""
 
 
 @dataclass(frozen=True)

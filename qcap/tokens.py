@@ -72,12 +72,16 @@ def check_salt(salt: str) -> str:
 
 @dataclass(frozen=True)
 class TokenChunk:
-    """Tokens ``[start, end)`` of a sequence, with the digest of everything up to ``end``."""
+    """Tokens ``[start, end)`` of a sequence, with the digest of everything up to ``end``.
+
+    ``behind``: the next chunk's parent, where that is not ``digest``: of the last chunk of an edit, see :func:`behind_rows`.
+    """
 
     start: int
     end: int
     digest: str
     parent: str
+    behind: str = ""
 
     @property
     def index(self) -> int:
@@ -111,7 +115,7 @@ class ChunkedTokenDatabase:
         except (TypeError, IndexError):  # it cannot be sliced
             rest = as_token_array(tokens)[first:upto]
         raw = _as_bytes(rest)  # all at once: an engine waits for this
-        parent = chunks[-1].digest if chunks else ROOT_DIGEST
+        parent = chunks[-1].behind or chunks[-1].digest if chunks else ROOT_DIGEST
         for at in range(0, len(raw) - 4 * size + 1, 4 * size):
             digest = blake3(bytes.fromhex(parent) + raw[at : at + 4 * size]).hexdigest()
             start = first + at // 4
@@ -133,6 +137,17 @@ def _as_bytes(tokens: TokenIds) -> bytes:
                     words.byteswap()
                 return words.tobytes()
     return as_token_array(tokens).astype(">u4").tobytes()
+
+
+def behind_rows(digest: str, rows: str) -> str:
+    """The parent of the first chunk behind an edit, 64 hex digits: rows that are computed there follow from the edit's rows, not from the
+    token ids alone, so they are found only behind these.
+
+    Args:
+        digest: of the edit's last chunk.
+        rows: of that chunk's :class:`ChunkRecord`.
+    """
+    return blake3(b"qcap behind an edit v1" + bytes.fromhex(digest) + rows.encode()).hexdigest()
 
 
 def chain_digest(parent: str, tokens: TokenIds) -> str:
@@ -275,6 +290,7 @@ class ChunkRecord:
         positions: the position each row's rotation stands for, ``[CH]``; ``start..start+CH`` for what an engine computed.
         edit: how an edit came about (name, parameters, parent salt), JSON text; "" for what an engine computed.
         tags: see :class:`ChunkKey`.
+        rows: of an edit, a hash over all of its rows up to this chunk's end; "" if none is known.
     """
 
     kind: CacheKind
@@ -287,6 +303,7 @@ class ChunkRecord:
     positions: tuple[int, ...] = ()
     edit: str = ""
     tags: tuple[tuple[str, str], ...] = ()
+    rows: str = ""
 
     def __post_init__(self) -> None:
         check_salt(self.salt)
@@ -302,6 +319,11 @@ class ChunkRecord:
     def in_place(self) -> bool:
         """Whether each row's rotation stands for the place it has."""
         return self.positions == positions_between(self.start, self.start + len(self.token_ids))
+
+    @property
+    def behind(self) -> str:
+        """As of a :class:`TokenChunk`, should this be an edit's last chunk."""
+        return behind_rows(self.digest, self.rows) if self.edit and self.rows else ""
 
     @cached_property
     def key(self) -> ChunkKey:

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
+from blake3 import blake3
 
 from qcap.errors import ConfigError, EditConflict, GeometryMismatch, ObjectCorrupt, ShapeError, StoreError, StoreUnavailable, TokenError
 from qcap.geometry import Geometry, dtype_name
 from qcap.kinds import CacheKind
 from qcap.sdk.coverage import Coverage, Sequences
 from qcap.sdk.ranks import columns, owners, whole_model
-from qcap.store.extents import extent_of, same_edit, with_extent
+from qcap.store.extents import extent_of, same_edit, sequence_chunks, with_extent
 from qcap.store.tiers import Backend, LoadedChunk, StoreOutcome
 from qcap.tokens import ChunkedTokenDatabase, ChunkKey, ChunkRecord, TokenChunk, TokenIds, as_token_array, check_salt, chunk_key
 
@@ -113,7 +114,7 @@ class CacheContext:
         """
         backend, array = self._open(), as_token_array(tokens)
         check_salt(salt)
-        chunks = self._database.chunks(array)
+        chunks = sequence_chunks(backend, self._rank_geometry, array, salt)
         if not chunks:
             _log.info("retrieve: %d tokens are less than one chunk of %d; nothing can be stored of them", len(array), self.chunk_size)
             return None
@@ -148,7 +149,7 @@ class CacheContext:
         computed = len(array) if computed_tokens is None else computed_tokens
         if not 0 <= computed <= len(array):
             raise TokenError(f"computed_tokens must lie in 0..{len(array)} (the tokens given), got {computed}")
-        chunks = self._database.chunks(array[:computed])
+        chunks = sequence_chunks(backend, self._rank_geometry, array[:computed], salt)
         there = [True] * len(chunks)
         for rank in range(self._rank_geometry.tp_size if chunks else 0):
             on_rank = backend.contains([self._key(chunk, salt, rank) for chunk in chunks])
@@ -187,11 +188,9 @@ class CacheContext:
             salt: the edit's name in the keys (:func:`qcap.edits.salt_for` makes one); never "".
             positions: what each row's rotation stands for, ``[T]``; ``0..T-1`` if not given.
             edit: how the edit came about, for the objects' headers: JSON text or a mapping.
-            overwrite: replace other content under this salt, unless an engine has gone on from it and stored what it computed: that
-                would be served with the new rows, so it is refused. What it stores later, for requests that began before, is not seen;
-                nor is what one stored that was killed before their end. Requests that are being served go on with the old rows; new
-                ones load the new (an engine of vLLM 0.20 only after ``llm.reset_prefix_cache()``). A fresh salt has none of these
-                troubles.
+            overwrite: replace other content under this salt. Requests that are being served go on with the old rows; new ones load the
+                new (an engine of vLLM 0.20 only after ``llm.reset_prefix_cache()``). What engines computed and stored behind the old rows
+                is found behind those alone: it stays, and is of use again if they come back. A fresh salt keeps both.
 
         Returns:
             True if every whole chunk is in the store (also when it already was, byte for byte). False if there is less than one whole
@@ -203,7 +202,7 @@ class CacheContext:
         Raises:
             ShapeError: not a tensor, or it does not fit the model or the tokens.
             TokenError: no or unusable tokens, salt or positions.
-            EditConflict: other content is stored under this salt (with ``overwrite``: or was gone on from); nothing was written.
+            EditConflict: other content is stored under this salt; nothing was written.
             StoreError: a chunk could not be published within ``timeout_s``.
 
         Does not:
@@ -226,9 +225,8 @@ class CacheContext:
             return False
         if overwrite:
             _log.warning(
-                "store: overwrite=True under salt %r: requests that are being served go on with the old rows, what is stored of them stays "
-                "behind the new ones, and an engine of vLLM 0.20 uses its own cache until llm.reset_prefix_cache(); a fresh salt has none "
-                "of these troubles",
+                "store: overwrite=True under salt %r: requests that are being served go on with the old rows, and an engine of vLLM 0.20 "
+                "uses its own cache until llm.reset_prefix_cache(); a fresh salt has none of these troubles",
                 salt,
             )
         writer = _Writer(self, backend, array, where, salt, with_extent(text, chunks), overwrite)
@@ -426,14 +424,15 @@ class _Writer:
         self.salt, self.edit, self.overwrite = salt, edit, overwrite
         self._relabel: set[tuple[int, int]] = set()
         self._texts: dict[tuple[int, int], str] = {}
+        self._hashes: list[str] = []
 
     def write(self, tensor: torch.Tensor, chunks: Sequence[TokenChunk]) -> None:
         """Store all chunks, or raise."""
         tensor = tensor.detach()
+        self._hashes = self._hash_rows(tensor, chunks)
         # Last chunk first: they become visible in this order, so an edit that is cut off half-way has no prefix that could be loaded.
         todo = [(chunk, rank) for chunk in reversed(chunks) for rank in reversed(range(self.context._rank_geometry.tp_size))]
         if self.overwrite:
-            self._check_nothing_follows(tensor, chunks)
             self._texts[0, 0] = self._text_of(tensor, chunks[0])
             self._adopt()
         else:
@@ -452,42 +451,16 @@ class _Writer:
         for number, (chunk, rank, future) in enumerate(pending):
             self._settle(tensor, chunk, rank, future, deadline, f"{number} of {len(pending)} objects are stored")
 
-    def _check_nothing_follows(self, tensor: torch.Tensor, chunks: Sequence[TokenChunk]) -> None:
-        """That no chunk is stored behind this edit that an engine computed on the rows which are replaced now: its key says nothing of
-        them, so it would be served with the new ones.
-
-        Raises:
-            EditConflict: there is one, and not all of these rows are there already.
-        """
-        context, end = self.context, chunks[-1].end
-        if context.kind is not CacheKind.KV:
-            return  # nothing is computed on queries
-        ids, found = tuple(self.array[:end].tolist()), dict[str, int]()
-        ranks = [context._rank_geometry.for_rank(rank) for rank in range(context._rank_geometry.tp_size)]
-        for sequence in self.backend.sequences(context.model):
-            if sequence.salt != self.salt or sequence.token_ids[:end] != ids:
-                continue
-            behind = context._database.extend(chunks, sequence.token_ids)[len(chunks) :]
-            keys = [chunk_key(kind, rank, chunk.digest, self.salt) for chunk in behind for kind in CacheKind for rank in ranks]
-            if count := sum(self.backend.contains(keys)):
-                found[sequence.request_id] = count
-        if found and not self._is_all_there(tensor, chunks):
-            request, *others = found
-            more = f" and {len(others)} more" if others else ""
-            raise EditConflict(
-                f"overwrite=True under salt {self.salt!r}: behind these {end} tokens lie {max(found.values())} objects that go with the "
-                f"rows which would be replaced (of request {request}{more}): engines would use them with the new rows. Nothing was "
-                "written: store this under another salt"
-            )
-
-    def _is_all_there(self, tensor: torch.Tensor, chunks: Sequence[TokenChunk]) -> bool:
-        """Whether just these rows are stored already."""
-        try:
-            return all(self._is_same(tensor, chunk, rank) for chunk in chunks for rank in range(self.context._rank_geometry.tp_size))
-        except (StoreError, GeometryMismatch):
-            return False
-        finally:
-            self._texts.clear()
+    def _hash_rows(self, tensor: torch.Tensor, chunks: Sequence[TokenChunk]) -> list[str]:
+        """Of each chunk, a hash over all rows up to its end and where they stand, of all ranks' heads: what an engine computes behind them
+        is found by it."""
+        hasher, found = blake3(max_threads=blake3.AUTO), []
+        for chunk in chunks:
+            rows = tensor[:, :, chunk.start : chunk.end].to("cpu").contiguous()
+            hasher.update(rows.view(torch.uint8).numpy().data)
+            hasher.update(self.positions[chunk.start : chunk.end].astype("<i8").tobytes())
+            found.append(hasher.hexdigest())
+        return found
 
     def _missing(self, tensor: torch.Tensor, todo: list[tuple[TokenChunk, int]]) -> list[tuple[TokenChunk, int]]:
         """What is not there yet; raises before anything is written if something else is."""
@@ -559,6 +532,7 @@ class _Writer:
             salt=self.salt,
             positions=tuple(self.positions[chunk.start : chunk.end].tolist()),
             edit=self.edit,
+            rows=self._hashes[chunk.index],
         )
 
     def _settle(

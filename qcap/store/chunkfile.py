@@ -204,7 +204,7 @@ def _check_record(record: ChunkRecord) -> None:
         _check_start(record.start)
         _check_tags([list(tag) for tag in record.tags])
         _check_parent(record.parent)
-        _check_texts(texts := {"edit": record.edit, "salt": record.salt, "model": record.geometry.model})
+        _check_texts(texts := {"edit": record.edit, "salt": record.salt, "model": record.geometry.model, "rows": record.rows})
         for text in (*texts.values(), *(part for tag in record.tags for part in tag)):
             text.encode()
         _check_geometry_text(_geometry_text(record.geometry))
@@ -232,6 +232,8 @@ def _encode_header(record: ChunkRecord, checksums: tuple[str, ...]) -> bytes:
         "qcap_version": __version__,
         "layer_checksums": _dump(checksums),
     }
+    if record.rows:
+        metadata["rows"] = record.rows
     try:
         _check_texts(metadata)
         metadata["header_checksum"] = metadata_checksum(metadata)
@@ -457,6 +459,7 @@ def _record(metadata: dict[str, str]) -> tuple[ChunkRecord, tuple[str, ...]]:
             positions=tuple(values["positions"]),
             edit=metadata["edit"],
             tags=tuple((k, v) for k, v in values["tags"]),
+            rows=metadata.get("rows", ""),
         )
         if not values["positions"]:
             _corrupt("metadata 'positions' is empty")

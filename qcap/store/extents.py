@@ -1,13 +1,16 @@
-"""How far an edit goes: what the headers of its chunks tell of the others, so that one that was lost is missed."""
+"""How far an edit goes: what the headers of its chunks tell of the others, so that one that was lost is missed, and of what lies behind."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from qcap.tokens import TokenChunk
+from qcap.geometry import Geometry
+from qcap.kinds import CacheKind
+from qcap.store.tiers import Backend
+from qcap.tokens import ChunkedTokenDatabase, ChunkKey, TokenChunk, TokenIds, chunk_key
 
 CHUNKS_NAME, MARK_CHARS = "qcap_chunks", 8
 
@@ -62,6 +65,55 @@ def extent_of(text: str) -> Extent:
 def same_edit(one: str, other: str) -> bool:
     """Whether two texts tell of the same edit, whatever they say of how far it goes."""
     return one == other or (bool(one) and bool(other) and _without(one) == _without(other))
+
+
+def end_of_edit(backend: Backend, key_of: Callable[[TokenChunk], ChunkKey], text: str, chunks: Sequence[TokenChunk]) -> TokenChunk | None:
+    """The last chunk that a sequence has of an edit, with what it says of the edit's rows (:attr:`TokenChunk.behind`); None if the chunk is
+    not there that should be the last.
+
+    Args:
+        key_of: of a chunk of keys and values, under the edit's salt.
+        text: the edit's. It may be that of another sequence that begins alike: then this one's edit goes on behind what the text lists.
+        chunks: of the sequence, hashed as token ids alone.
+
+    Raises:
+        ObjectCorrupt, StoreUnavailable: its header cannot be read.
+    """
+    last = None
+    for chunk in chunks[max((extent_of(text).covered(chunks) or 1) - 1, 0) :]:
+        found = backend.open_layers(key_of(chunk))
+        if found is None or not found.record.edit:
+            break
+        last = replace(chunk, behind=found.record.behind)
+    return last
+
+
+def sequence_chunks(backend: Backend, geometry: Geometry, token_ids: TokenIds, salt: str) -> list[TokenChunk]:
+    """The whole chunks of a sequence, as they are stored under ``salt``: behind an edit, keys tell of its rows too.
+
+    Args:
+        geometry: of any rank.
+
+    Raises:
+        TokenError: as :func:`qcap.tokens.as_token_array`.
+        ObjectCorrupt, StoreUnavailable: a header cannot be read.
+    """
+    database = ChunkedTokenDatabase(geometry.chunk_size)
+    chunks = database.chunks(token_ids)
+    if not salt or not chunks:
+        return chunks
+
+    def key_of(chunk: TokenChunk) -> ChunkKey:
+        return chunk_key(CacheKind.KV, geometry.for_rank(0), chunk.digest, salt)
+
+    text = backend.edit_of(key_of(chunks[0]))
+    if text is None:  # lost, or nothing is stored
+        there = backend.contains([key_of(chunk) for chunk in chunks])
+        text = backend.edit_of(key_of(chunks[there.index(True)])) if True in there else None
+    end = end_of_edit(backend, key_of, text, chunks) if text else None
+    if end is None or not end.behind:
+        return chunks
+    return database.extend([*chunks[: end.index], end], token_ids)
 
 
 def _without(text: str) -> Any:

@@ -14,9 +14,10 @@ from qcap.config import ARGUMENTS, CaptureConfig, parse_seconds
 from qcap.errors import CaptureEmpty, ConfigError, StoreUnavailable, TokenError
 from qcap.kinds import CacheKind
 from qcap.reasons import explain
+from qcap.store.extents import sequence_chunks
 from qcap.store.tiers import Backend, SequenceRecord
 from qcap.store.urls import check_url, check_writable
-from qcap.tokens import ChunkedTokenDatabase, as_token_array, check_salt, chunk_key
+from qcap.tokens import as_token_array, check_salt, chunk_key
 
 __all__ = ["CaptureReceipt", "prompt", "receipt", "recompute_prefix", "transfer_config"]
 
@@ -116,7 +117,7 @@ def _on_all_ranks(backend: Backend, record: SequenceRecord, tp_size: int, deadli
     if len(fitting) != 1:
         return record  # two dtypes in one store: which of them this engine had is not in the receipt
     (geometry,) = fitting
-    chunks = ChunkedTokenDatabase(record.chunk_size).chunks(record.token_ids)
+    chunks = sequence_chunks(backend, geometry, record.token_ids, record.salt)
     stored, skipped = dict(record.stored), {kind: dict(reasons) for kind, reasons in record.skipped.items()}
     for kind, indices in record.stored.items():
         keys = {i: chunk_key(CacheKind.parse(kind), geometry, chunks[i].digest, record.salt) for i in indices}

@@ -79,11 +79,15 @@ def check_record(record: ChunkRecord, geometry: Geometry, token_ids: Sequence[in
         raise Unsupported("its keys keep the positions they had before tokens were dropped; an engine needs them renumbered")
 
 
-def check_edits(records: Sequence[ChunkRecord]) -> None:
-    """An edit's chunks stand together.
+def check_edits(records: Sequence[ChunkRecord], behind: str) -> None:
+    """An edit's chunks stand together, and what an engine computed stands behind the rows that it was computed on.
+
+    Args:
+        behind: see :class:`~qcap.attribution.LoadRequest`.
 
     Raises:
-        ObjectCorrupt: a chunk is of an edit that the one before it is not of.
+        ObjectCorrupt: a chunk is of an edit that the one before it is not of, or was computed behind other rows.
+        QcapError: the edit is not the one that was there when the load was planned.
     """
     for before, record in itertools.pairwise(records):
         if record.edit not in ("", before.edit):
@@ -91,6 +95,11 @@ def check_edits(records: Sequence[ChunkRecord]) -> None:
                 f"the chunk at token {record.start} is of an edit that the chunk before it is not of: two were mixed, or one was stored "
                 "half"
             )
+        if not record.edit and before.behind and record.parent != before.behind:
+            raise ObjectCorrupt(f"the chunk at token {record.start} was computed behind other rows than those of the edit before it")
+    last = next((record for record in reversed(records) if record.edit), None)
+    if behind and last is not None and last.behind != behind:
+        raise QcapError("the edit was replaced while the request was waiting")
 
 
 def edits_digest(records: Sequence[ChunkRecord]) -> int:
@@ -403,7 +412,7 @@ class LayerLoads:
     def _check(self, entry: _Entry) -> None:
         if entry.problem is None:
             entry.records += [record for header in entry.headers if (record := header.result()) is not None]
-            check_edits(entry.records)
+            check_edits(entry.records, entry.load.behind)
 
     def _agree(self) -> None:
         """All ranks load the same chunks of the same edits, or none does."""

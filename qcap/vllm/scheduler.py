@@ -14,7 +14,7 @@ from qcap.attribution import FinishedRequest, LoadRequest, RequestStep, Step, To
 from qcap.config import CaptureConfig
 from qcap.errors import QcapError, TokenError
 from qcap.kinds import CacheKind
-from qcap.store.extents import extent_of
+from qcap.store.extents import end_of_edit, extent_of
 from qcap.store.metrics import RateLimitedLog
 from qcap.store.tiers import Backend
 from qcap.tokens import ChunkedTokenDatabase, ChunkKey, TokenChunk, check_salt
@@ -76,6 +76,7 @@ class _Followed:
     loaded_in: int = -1  # the step of its last load, if that was of the whole edit
     loaded_at: int = 0  # its tokens then
     bar: str = ""  # why what it computes may not be stored, though it may load
+    end: TokenChunk | None = None  # the last chunk of its edit, as it was when the request was matched
     loading: tuple[str, ...] = ()  # digests of the chunks of its last load
     computed: int = 0  # the furthest position ever scheduled: vLLM's own count is 0 while a request is preempted
     admitted: bool = False  # scheduled at least once, so the worker knows it
@@ -128,6 +129,7 @@ class SchedulerSide:
         self._discards_counted = False  # by this engine, as async_tokens_to_discard of a request
         self._bad: dict[tuple[str, str], float] = {}  # (salt, digest) -> when a load of it failed
         self._in_place: dict[str, int] = {}  # salt of an edit -> the last step that computed something in its place
+        self._behind: dict[tuple[str, str], str] = {}  # (salt, digest of an edit's last chunk) -> the rows of its last load
 
     # ---- edits --------------------------------------------------------------------------------------------------------------------
 
@@ -209,6 +211,24 @@ class SchedulerSide:
         if followed.is_edit and followed.local and self._in_place.get(followed.salt, -2) >= followed.arrived_in:
             followed.bar = followed.bar or "edit-not-loaded"
 
+    def _go_on_from_rows(self, followed: _Followed) -> None:
+        """What is computed behind an edit is keyed by its rows too: chunks are hashed anew from the edit's last one on."""
+
+        def key_of(chunk: TokenChunk) -> ChunkKey:
+            return self._parts.keys(CacheKind.KV, chunk.digest, followed.salt)[0]
+
+        token_ids, before = followed.request.all_token_ids, followed.end
+        chunks = self._chunks(followed) if before is None else self._database.chunks(token_ids[:])
+        end = end_of_edit(self._store(), key_of, followed.edit, chunks)
+        behind = "" if end is None else end.behind
+        if followed.admitted and behind != ("" if before is None else before.behind):
+            followed.bar = followed.bar or "edit-not-loaded"  # the worker was told of other rows
+        followed.chunks = chunks if end is None else self._database.extend([*chunks[: end.index], end], token_ids)
+        if end is not None:
+            if followed.local and self._behind.get((followed.salt, end.digest), behind) != behind:
+                followed.bar = followed.bar or "edit-not-loaded"  # vLLM's own blocks hold rows that were replaced since
+        followed.end = end
+
     def _computes_in_place(self, followed: _Followed, block_ids: Iterable[int], step: int) -> None:
         """A request of an edit's salt computes what is not the edit's. vLLM puts its blocks into its prefix cache as it schedules
         it: they are taken out again, and who got some meanwhile is barred when it is matched."""
@@ -221,7 +241,7 @@ class SchedulerSide:
 
     def _is_edits(self, followed: _Followed, chunk: TokenChunk) -> bool:
         """Whether ``chunk``, which is stored, is the edit's own: an engine may have filled the place of one that was lost."""
-        if chunk.index == followed.edit_from:
+        if chunk.index in (followed.edit_from, None if followed.end is None else followed.end.index):
             return True
         (key, *_) = self._parts.keys(CacheKind.KV, chunk.digest, followed.salt)
         return self._store().edit_of(key) != ""
@@ -271,6 +291,8 @@ class SchedulerSide:
         if limit <= local_tokens and not followed.is_edit:
             return 0
         try:
+            if followed.is_edit and followed.edit:
+                self._go_on_from_rows(followed)
             stored = self._match(followed, local_tokens, limit)
             if followed.is_edit:
                 self._bar_half_edits(followed, stored, limit)
@@ -419,6 +441,11 @@ class SchedulerSide:
         followed.loading = tuple(c.digest for c in chunks)
         followed.loaded_in = self._number if start == 0 and 0 < followed.whole <= end else -1
         followed.loaded_at = len(followed.request.all_token_ids)
+        behind = ""
+        if followed.end is not None and followed.end.index < len(chunks):  # else something of the edit is lost
+            behind = self._behind[followed.salt, followed.end.digest] = followed.end.behind
+            while len(self._behind) > MAX_BAD:
+                del self._behind[next(iter(self._behind))]
         return LoadRequest(
             followed.uid,
             followed.request.request_id,
@@ -428,6 +455,7 @@ class SchedulerSide:
             tuple(followed.block_ids[: end // self._block_size]),
             followed.loading,
             tuple(followed.request.all_token_ids[: chunks[-1].end]),
+            behind,
         )
 
     def _resampled(self, preempted: Mapping[int, _Followed]) -> list[int]:

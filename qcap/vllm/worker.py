@@ -511,7 +511,7 @@ class WorkerSide:
                 raise QcapError(f"chunk {index} is no longer in the store")
             check_record(chunk.record, geometry, load.token_ids[index * size : (index + 1) * size], index * size)
             loaded.append(chunk)
-        check_edits([chunk.record for chunk in loaded])
+        check_edits([chunk.record for chunk in loaded], load.behind)
         return [chunk for chunk in loaded if chunk.record.start >= first * size]
 
     def _lowest(self, values: list[int]) -> list[int]:

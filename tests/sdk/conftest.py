@@ -39,7 +39,10 @@ class FakeBackend:
     keeps_leases = False
 
     def edit_of(self, key):
-        return self.objects[key][0].edit if key in self.objects else None
+        return self.objects[key].record.edit if key in self.objects else None
+
+    def open_layers(self, key):
+        return self.objects.get(key)  # as far as its record goes
 
     def has_room(self, nbytes):
         return True

@@ -14,9 +14,9 @@ import torch
 from qcap.errors import EditConflict, GeometryMismatch, ObjectCorrupt, ShapeError, StoreError, StoreUnavailable, TokenError
 from qcap.kinds import CacheKind
 from qcap.sdk.edits import keep, salt_for
-from qcap.store.extents import extent_of
-from qcap.store.tiers import LoadedChunk, SequenceRecord, StoreOutcome
-from qcap.tokens import ChunkedTokenDatabase
+from qcap.store.extents import extent_of, sequence_chunks
+from qcap.store.tiers import LoadedChunk, StoreOutcome
+from qcap.tokens import ChunkedTokenDatabase, ChunkRecord, chain_digest
 
 KV, QUERY = CacheKind.KV, CacheKind.QUERY
 IDS = list(range(100, 118))  # 18 tokens: 4 chunks of 4 and a tail of 2
@@ -425,9 +425,11 @@ def test_rows_that_an_engine_computed_in_an_edits_place_are_not_retrieved(bench)
     ctx.store(rows, IDS[:12], salt="s")
     computed = bench.put(KV, [*IDS[:12], 1, 2, 3, 4], salt="other")
     behind = {k: v for k, v in bench.backend.objects.items() if k.salt == "other"}
+    (end,) = (kept.record.behind for key, kept in bench.backend.objects.items() if key.salt == "s" and kept.record.start == 8)
     for loaded in behind.values():
         record = replace(loaded.record, salt="s")
         if record.start == 12:  # behind the whole edit
+            record = replace(record, parent=end, digest=chain_digest(end, record.token_ids))
             bench.backend.objects[record.key] = LoadedChunk(record, loaded.tensor)
     longer = [*IDS[:12], 1, 2, 3, 4]
     assert torch.equal(ctx.retrieve(longer, "s"), torch.cat([rows, computed[:, :, 12:]], 2))
@@ -502,33 +504,57 @@ def test_overwriting_warns_once_of_what_engines_still_hold(bench, caplog):
     assert "reset_prefix_cache" in told.getMessage() and "'s'" in told.getMessage()
 
 
-def sequence(ids, salt="s", request_id="r7"):
-    return SequenceRecord("org/tiny", request_id, "e", salt, tuple(ids), len(ids), len(ids) - 1, 4)
+def computed_behind(bench, edited, ids):
+    """What an engine computes and stores of ``ids`` behind ``edited``, the ids of an edit under salt "s"."""
+    backend, size = bench.backend, 4
+    chunks = sequence_chunks(backend, bench.geometry, ids, "s")[len(edited) // size :]
+    rows = torch.randn(bench.context().shape_of(len(chunks) * size))
+    for number, chunk in enumerate(chunks):
+        record = ChunkRecord(KV, bench.geometry, chunk.start, tuple(ids[chunk.start : chunk.end]), chunk.digest, chunk.parent, "s")
+        assert backend.store(record, rows[:, :, number * size : (number + 1) * size].contiguous()).result(20) is StoreOutcome.STORED
+    return rows
 
 
-def test_what_an_engine_computed_on_an_edit_is_not_left_behind_another(any_bench):
-    """Its key says nothing of the edit's rows: the engine would load old rows behind new ones, and nobody could tell."""
+def test_what_an_engine_computed_on_an_edit_is_found_behind_that_alone(any_bench):
+    """Rows behind an edit follow from the edit's rows: behind others they would be wrong, and nobody could tell."""
     bench, ctx = any_bench, any_bench.context()
-    rows = bench.put(CacheKind.KV, IDS[:16], salt="s")
-    edit = torch.randn(ctx.shape_of(8))
-    assert ctx.store(edit, IDS[:8], salt="s", overwrite=True)  # nobody has gone on from it: chunks 2 and 3 are there for a test's sake
-    bench.backend.put_sequence(sequence(IDS[:17])).result(20)
-    with pytest.raises(EditConflict, match=r"behind these 8 tokens lie 2 objects.*of request r7\).*another salt"):
-        ctx.store(edit + 1, IDS[:8], salt="s", overwrite=True)
-    assert torch.equal(ctx.retrieve(IDS[:16], "s"), torch.cat([edit, rows[:, :, 8:]], dim=2))
-    assert ctx.store(edit, IDS[:8], salt="s", overwrite=True)  # the very rows that it was computed on
-    assert ctx.store(edit + 1, IDS[:8], salt="t", overwrite=True)
-    assert ctx.store(torch.cat([edit, rows[:, :, 8:]], dim=2), IDS[:16], salt="s", overwrite=True)  # and nothing lies behind all of it
+    one, ids = torch.randn(ctx.shape_of(8)), IDS[:16]
+    other = one.clone()
+    other[1, 0, 3, 2] += 1  # in the first of its two chunks
+    assert ctx.store(one, ids[:8], salt="s")
+    behind = computed_behind(bench, ids[:8], ids)
+    assert torch.equal(ctx.retrieve(ids, "s"), torch.cat([one, behind], 2)) and ctx.coverage(ids, "s").stored == (True,) * 4
+    assert ctx.store(other, ids[:8], salt="s", overwrite=True)
+    assert torch.equal(ctx.retrieve(ids, "s"), other) and ctx.coverage(ids, "s").stored == (True, True, False, False)
+    behind_other = computed_behind(bench, ids[:8], ids)
+    assert torch.equal(ctx.retrieve(ids, "s"), torch.cat([other, behind_other], 2))
+    assert ctx.store(one, ids[:8], salt="s", overwrite=True)  # the first again, and what was computed on it
+    assert torch.equal(ctx.retrieve(ids, "s"), torch.cat([one, behind], 2))
+    longer = torch.cat([one, behind[:, :, :4] + 1], 2)
+    assert ctx.store(longer, ids[:12], salt="s")
+    assert torch.equal(ctx.retrieve(ids, "s"), longer)
 
 
-def test_others_sequences_do_not_stand_in_the_way(any_bench):
-    bench, ctx = any_bench, any_bench.context()
-    edit = torch.randn(ctx.shape_of(8))
-    assert ctx.store(edit, IDS[:8], salt="s")
-    bench.put(CacheKind.KV, IDS[:16], salt="t")
-    for record in (sequence(IDS[:16], "t"), sequence(IDS[:8]), sequence([0, *IDS[1:16]]), sequence(IDS[:16])):  # none of the last is stored
-        bench.backend.put_sequence(record).result(20)
-    assert ctx.store(edit + 1, IDS[:8], salt="s", overwrite=True)
+def test_the_same_rows_at_other_positions_are_other_rows(bench):
+    ctx = bench.context()
+    rows = torch.randn(ctx.shape_of(8))
+    assert ctx.store(rows, IDS[:8], salt="s")
+    computed_behind(bench, IDS[:8], IDS[:12])
+    assert ctx.store(rows, IDS[:8], salt="s", positions=range(1, 9), overwrite=True)
+    assert torch.equal(ctx.retrieve(IDS[:12], "s"), rows)
+
+
+def test_queries_behind_an_edit_are_found_behind_its_rows(bench):
+    """Only keys and values were edited."""
+    kv, query = bench.context(), bench.context(CacheKind.QUERY)
+    rows = torch.randn(kv.shape_of(8))
+    assert kv.store(rows, IDS[:8], salt="s")
+    chunk = sequence_chunks(bench.backend, bench.geometry, IDS[:12], "s")[2]
+    record = ChunkRecord(CacheKind.QUERY, bench.geometry, 8, tuple(IDS[8:12]), chunk.digest, chunk.parent, "s")
+    bench.backend.store(record, torch.randn(query.shape_of(4))).result(20)
+    assert query.coverage(IDS[:12], "s").stored == (False, False, True)
+    kv.store(rows + 1, IDS[:8], salt="s", overwrite=True)
+    assert query.coverage(IDS[:12], "s").stored == (False, False, False)
 
 
 def test_a_conflict_with_what_an_engine_computed_says_so(bench):

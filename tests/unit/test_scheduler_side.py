@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from qcap.config import CaptureConfig
 from qcap.errors import StoreUnavailable
 from qcap.kinds import CacheKind
 from qcap.store.extents import with_extent
-from qcap.tokens import ChunkedTokenDatabase
+from qcap.tokens import ChunkedTokenDatabase, behind_rows
 from qcap.vllm import scheduler as scheduler_module
 from qcap.vllm.scheduler import KeyParts, SchedulerSide
 
@@ -25,13 +26,20 @@ class Store:
     def __init__(self):
         self.keys, self.asked, self.closed, self.down = set(), 0, False, False
 
-        self.edits, self.headers, self.cheap_contains = {}, 0, True
+        self.edits, self.rows, self.headers, self.cheap_contains = {}, {}, 0, True
 
     def edit_of(self, key):
         self.headers += 1
         if self.down:
             raise StoreUnavailable("gone away")
         return self.edits.get(key, "") if key in self.keys else None
+
+    def open_layers(self, key):
+        text = self.edit_of(key)
+        if text is None:
+            return None
+        rows = self.rows.get(key, "")
+        return SimpleNamespace(record=SimpleNamespace(edit=text, behind=behind_rows(key.digest, rows) if text and rows else ""))
 
     def contains(self, keys):
         self.asked += 1
@@ -585,6 +593,79 @@ def test_what_is_computed_behind_a_whole_edit_may_be_stored():
     assert bar_of(rig, longer) == ("", 24)
     rig.put(longer[:32], salt="e")  # an engine stored one chunk more
     assert bar_of(rig, longer, name="again") == ("", 32)
+
+
+LONGER = [*range(24), *range(100, 120)]
+
+
+def with_rows(rig, rows):
+    """The edit's last chunk as it is, and the first chunk behind it as an engine computes it, if the edit's rows are ``rows``."""
+    rig.store.rows = dict.fromkeys(rig.store.edits, rows)
+    end = replace(EDIT[2], behind=behind_rows(EDIT[2].digest, rows))
+    return end, ChunkedTokenDatabase(CH).extend([*EDIT[:2], end], LONGER)[3]
+
+
+def test_what_is_computed_behind_an_edit_is_found_behind_its_rows_alone():
+    rig = edited_rig()
+    rig.put(LONGER[:32], salt="e")  # under a key that says nothing of rows
+    end, behind = with_rows(rig, "one")
+    assert bar_of(rig, LONGER) == ("", 24)
+    rig.store.keys.update(rig.parts.keys(CacheKind.KV, behind.digest, "e"))
+    assert bar_of(rig, LONGER, name="again") == ("", 32)
+    request = rig.side._followed["again"].request
+    rig.side.allocated(request, 32)
+    step = rig.step(new=[(request, range(1, 12), 32)], scheduled={"again": 12})
+    assert step.loads[0].digests == (*(c.digest for c in EDIT), behind.digest) and step.loads[0].behind == end.behind
+    (told,) = (update for update in step.tokens if update.uid == step.requests[0].uid)
+    assert told.chunks[2:4] == (end, behind), "the worker hashes on from there"
+    with_rows(rig, "two")
+    assert bar_of(rig, LONGER, name="other") == ("", 24)
+
+
+def test_a_load_that_ends_before_the_edit_does_says_nothing_of_its_rows():
+    rig = edited_rig()
+    with_rows(rig, "one")
+    lose(rig, 1)
+    request = salted("a", LONGER)
+    rig.side.arrived(request)
+    step = rig.admit(request, range(1, 12), 44 - 8, computed=8)
+    assert step.loads[0].end == 8 and step.loads[0].behind == "" and step.requests[0].skip == "edit-not-loaded"
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_vllms_own_blocks_of_an_edit_that_was_replaced_are_not_gone_on_from(replaced):
+    rig = edited_rig()
+    with_rows(rig, "one")
+    first, second = salted("first", LONGER), salted("second", LONGER)
+    for request in (first, second):
+        rig.side.arrived(request)
+    rig.admit(first, range(1, 12), 44 - 24, computed=24)
+    if replaced:
+        with_rows(rig, "two")
+    rig.side.matched_tokens(second, 24)  # the first one's blocks
+    assert rig.side._followed["second"].bar == ("edit-not-loaded" if replaced else "")
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_request_that_resumes_behind_other_rows_stores_no_more(replaced):
+    rig = edited_rig()
+    with_rows(rig, "one")
+    request = salted("a", LONGER)
+    rig.side.arrived(request)
+    rig.admit(request, range(1, 12), 44 - 24, computed=24)
+    if replaced:
+        with_rows(rig, "two")
+    rig.step(preempted={"a"})
+    assert rig.side.matched_tokens(request, 0) == 24
+    assert rig.side._followed["a"].bar == ("edit-not-loaded" if replaced else "")
+
+
+def test_an_edit_goes_on_behind_what_its_text_lists():
+    """Sequences that begin alike share the text that was stored first."""
+    rig = edited_rig(with_extent('{"name": "x"}', EDIT[:1]))
+    end, behind = with_rows(rig, "one")
+    rig.store.keys.update(rig.parts.keys(CacheKind.KV, behind.digest, "e"))
+    assert bar_of(rig, LONGER) == ("", 32) and rig.side._followed["a"].end == end
 
 
 @pytest.mark.parametrize(("ids", "salt", "matched"), [

@@ -166,17 +166,15 @@ def damaged_edit(p: dict[str, Any]) -> dict[str, Any]:
     found["repaired"] = told([out])[0]
     (out,) = generate(llm, [{"ids": ids, "n": n, "salt": "edit"}])
     found["believed"] = {**told([out])[0], "skipped": qcap.vllm.receipt([out]).skipped}
-    with qcap.connect(p["store"], model=p["model"]) as ctx:
-        try:
-            ctx.store(edited * 2, ids[:whole], salt="edit", overwrite=True)
-        except qcap.errors.EditConflict as error:  # the engine has gone on from it, and stored that
-            found["refused"] = str(error)
-        assert ctx.store(edited, ids[:whole], salt="again")
-        short = {"ids": ids[: whole + 1], "n": size - 2, "salt": "again"}  # and nothing whole behind it
-        generate(llm, [short])
-        assert ctx.store(edited * 2, ids[:whole], salt="again", overwrite=True)
-    (out,) = generate(llm, [short])
-    found["overwritten"] = told([out])[0]
+    longer = [*ids, *found["repaired"]["tokens"]]  # a whole chunk behind the edit, which the engine has stored
+    for name, rows in (("gone on", None), ("overwritten", edited * 2), ("gone on from that", None), ("as before", edited)):
+        if rows is not None:
+            with qcap.connect(p["store"], model=p["model"]) as ctx:
+                assert ctx.store(rows, ids[:whole], salt="edit", overwrite=True)
+        before = state(llm)["counters"].get("load.tokens", 0)
+        (out,) = generate(llm, [{"ids": longer, "n": n, "salt": "edit"}])
+        found[name] = {**told([out])[0], "loaded": state(llm)["counters"]["load.tokens"] - before}
+        qcap.vllm.receipt([out])
     torch.save(edited, p["tensors"])
     found["errors"] = state(llm)["counters"].get("errors", 0)
     close(llm)

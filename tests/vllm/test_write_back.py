@@ -22,7 +22,8 @@ KEEP = sorted([*range(4), *range(9, 60, 3), *range(61, 160, 2), *range(160, 224,
 
 def test_a_damaged_edit_is_never_filled_with_other_rows(tmp_path: Path) -> None:
     """A load that fails is recomputed and told; nothing computed in the edit's place is stored under its salt; vLLM's own prefix cache
-    never stands in for the edit, neither after the failure nor after the edit was replaced."""
+    never stands in for the edit, neither after the failure nor after the edit was replaced; and what was computed behind the edit is not
+    used behind another."""
     model, store = str(tiny_model_path("llama")), f"file://{tmp_path}/store"
     (ids,) = jobs.make_prompts([TOKENS], 1000, seed=7)
     engine = {"max_num_batched_tokens": 128, "enable_prefix_caching": True}
@@ -36,14 +37,17 @@ def test_a_damaged_edit_is_never_filled_with_other_rows(tmp_path: Path) -> None:
     edited = torch.load(tmp_path / "tensors.pt")
     with qcap.connect(store, model=model) as ctx:
         geometry = ctx.geometry
-        assert torch.equal(ctx.retrieve(ids, salt="edit"), edited) and torch.equal(ctx.retrieve(ids, salt="again"), edited * 2)
+        assert torch.equal(ctx.retrieve(ids, salt="edit"), edited)
+        whole = [*ids, *found["repaired"]["tokens"]][: edited.shape[2] + 32]
+        assert ctx.coverage(whole, "edit").fraction == 1.0, "the chunk behind it too"
     assert found["repaired"]["tokens"] == hf_greedy(model, ids, NEW, cache=to_dynamic_cache(edited, geometry)) != cold
     assert found["believed"]["tokens"] == found["repaired"]["tokens"]
     assert not any("load-failed" in reason for reason in found["believed"]["skipped"]), "the repaired edit was loaded whole before"
-    assert "another salt" in found["refused"]
-    short, many = ids[: edited.shape[2] + 1], 30
-    wanted = hf_greedy(model, short, many, cache=to_dynamic_cache(edited * 2, geometry))
-    assert found["overwritten"]["tokens"] == wanted != hf_greedy(model, short, many, cache=to_dynamic_cache(edited, geometry))
+    longer = [*ids, *found["repaired"]["tokens"]]
+    one, other = (hf_greedy(model, longer, NEW, cache=to_dynamic_cache(rows, geometry)) for rows in (edited, edited * 2))
+    assert one != other
+    for name, wanted, chunks in (("gone on", one, 8), ("overwritten", other, 7), ("gone on from that", other, 8), ("as before", one, 8)):
+        assert (found[name]["tokens"], found[name]["loaded"]) == (wanted, 32 * chunks), name
     assert found["errors"] == 0
 
 
