@@ -77,7 +77,7 @@ class QueryFeature(QueryBooks):
     # ---- the step -----------------------------------------------------------------------------------------------------------------
 
     def begin(self, step: Step) -> None:
-        """Send the step's plan to the device: one copy, nothing awaited by the host."""
+        """Send the step's plan to the device: one launch, nothing awaited by the host."""
         if self._reading is not None:  # blocks of chunks on their way have been given back already: the device waits, if it must
             self._stager.wait_for(self._reading)
             self._reading = None

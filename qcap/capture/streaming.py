@@ -5,8 +5,8 @@ while the next layers compute; a window is written again when its copy is over, 
 a replayed CUDA graph, in which no Python runs: its rows, all layers, go to a resident part, and leave in one copy when the step has been
 queued. On the host, chunks are put together from the rows of one or many steps, by the store's writers.
 
-A large step of one request needs not even a window, where the engine leaves queries alone once it has computed them: its layers are copied
-from where they lie (:mod:`~qcap.capture.held`).
+Where the engine leaves queries alone once it has computed them, a large step of one request needs not even a window: its layers are copied
+from where they lie (:mod:`~qcap.capture.held`). Of steps that are not that large, several layers are scattered in one launch.
 
 Nothing that is left to wait for a chunk to fill stays on the device, so the budget does not grow with the number of requests.
 """
@@ -193,10 +193,11 @@ class StreamingQueryFeature(QueryBooks):
         self._together = self._places = 1  # layers that leave in one copy, and such groups that the windows hold
         self._recorded_layers = recorded_layers if self._cuda else 1
         self._kept: list[torch.Tensor] = []  # queries of the last layers, put away with the next ones
+        self._kept_end = 0  # the layer after the last of them
         self._queries_stay, self._held_rows = queries_stay and self._cuda, HELD_ROWS
         self._held = HeldQueries(stager)
         self._first: torch.Tensor | None = None  # queries of layer 0, which leave with those of layer 1: the device waits for the host here
-        self._spared = 0  # the most bytes that the device could once spare
+        self._spared, self._refused = 0, 1 << 62  # the most bytes that the device could once spare, and the least that it could not
         self._direct = False  # the step's rows leave from where they lie
         self._grouped = False  # the step's layers go to the windows several at a time
         self._slots_large = torch.full((max(budget.max_rows, 1),), -1, dtype=torch.int64, device=device)  # of such a step: no graph's
@@ -218,7 +219,7 @@ class StreamingQueryFeature(QueryBooks):
     # ---- the step -----------------------------------------------------------------------------------------------------------------
 
     def begin(self, step: Step) -> None:
-        """Send the step's plan to the device: one copy, nothing awaited by the host (unless there is no host memory, and it may wait)."""
+        """Send the step's plan to the device: one launch, nothing awaited by the host (unless there is no host memory, and it may wait)."""
         self._drop_step()
         table = self._plan.next()
         requests, blocks, count = self.ledger.plan(step, table)
@@ -293,12 +294,12 @@ class StreamingQueryFeature(QueryBooks):
             self._kept = []
             self._seen_rows, self._slots = rows, self._ring_slots[:rows]
             if self._direct and self.active:
-                self._direct = query.is_contiguous() and rows >= self._count and self._can_spare(HELD + 1)
+                self._direct = query.is_contiguous() and rows >= self._count and self._can_spare(query, HELD + 1)
                 if self._direct:
                     self._flushed = self._geometry.num_layers  # through no window
                     self._slots = self._slots_large[: self._count]
-            if large and self._grouped:
-                self._grouped = self._can_spare(self._together)
+            if large and self._grouped:  # rows of all requests are kept, also of those that nothing is captured of
+                self._grouped = rows < self._held_rows and self._can_spare(query, self._together)
             stamps = self._stamps_large if large else self._stamps_small
             if large and self._stamps_free is not None:
                 self._stager.wait_for(self._stamps_free)
@@ -320,17 +321,19 @@ class StreamingQueryFeature(QueryBooks):
             return
         if large:
             self._flush(layer)  # those before it, should nobody have said that they are done
+            if not self.active:
+                return  # there was no room on the host: the step has been given up
             first = self._window_of(layer)
             if layer % self._together == 0:
                 self._leaving_large.wait(first, first + min(self._together, self._geometry.num_layers - layer) * self._count)
             if self._grouped:
-                self._keep(layer, query.reshape(rows, width), self._together)
+                self._keep(layer, query.reshape(rows, width), self._together, large)
                 return
             target = self._window_views.get(first)
             if target is None:
                 target = self._window_views[first] = self.windows[first : first + self._count]
         elif self._recorded_layers > 1 and not self.active and torch.cuda.is_current_stream_capturing():
-            self._keep(layer, query.reshape(rows, width), self._recorded_layers)
+            self._keep(layer, query.reshape(rows, width), self._recorded_layers, large)
             return
         else:
             target = self._resident_layers[layer]
@@ -339,11 +342,13 @@ class StreamingQueryFeature(QueryBooks):
         if large and not self._cuda:
             self._flush(layer + 1)
 
-    def _can_spare(self, layers: int) -> bool:
-        """Whether the device has room for the queries of so many layers, which are freed later than they would be."""
-        needed = 2 * layers * self._count * self.budget.row_bytes
+    def _can_spare(self, query: torch.Tensor, layers: int) -> bool:
+        """Whether the device has room for the queries of so many layers, which are freed later than they would be. ``query`` is one
+        layer's, and may be a part of something larger."""
+        needed = 2 * layers * query.untyped_storage().nbytes()
         if needed > self._spared:
-            if self._cuda and torch.cuda.mem_get_info(self._device)[0] < needed:
+            if needed >= self._refused or (self._cuda and torch.cuda.mem_get_info(self._device)[0] < needed):
+                self._refused = min(self._refused, needed)
                 return False
             self._spared = needed
         return True
@@ -363,24 +368,27 @@ class StreamingQueryFeature(QueryBooks):
             self._held.leave(first, home[0])
         self._held.leave(query.contiguous(), home[layer])
 
-    def _keep(self, layer: int, query: torch.Tensor, together: int) -> None:
-        """Put a layer's queries away in one launch with those of its neighbours, ``together`` layers at a time. What is referred to here
-        is not given to anyone else meanwhile."""
+    def _keep(self, layer: int, query: torch.Tensor, together: int, large: bool) -> None:
+        """Put a layer's queries away in one launch with those of its neighbours, ``together`` layers at a time: as part of a graph, or of a
+        ``large`` step. Until then they are referred to, and so their memory is given to no later layer."""
         kept = self._kept
-        if kept and (kept[0].stride() != query.stride() or kept[0].dtype != query.dtype):
-            self._put_kept(layer)
+        if kept and (layer != self._kept_end or kept[0].stride() != query.stride() or kept[0].dtype != query.dtype):
+            self._put_kept(large)
         self._kept.append(query)
+        self._kept_end = layer + 1
         self._calls += 1
         if (layer + 1) % together == 0 or layer + 1 == self._geometry.num_layers:
-            self._put_kept(layer + 1)
+            self._put_kept(large)
 
-    def _put_kept(self, end: int) -> None:
-        """Put away the queries that are kept: of the layers below ``end``."""
+    def _put_kept(self, large: bool) -> None:
+        """Put away the queries that are kept."""
         kept, self._kept = self._kept, []
-        layers, target = len(kept), self.resident[:, end - len(kept) : end]
-        if self.active:  # a large step's
-            first = self._window_of(end - layers)
-            target = self.windows[first : first + layers * self._count].view(layers, self._count, -1).transpose(0, 1)
+        first, layers = self._kept_end - len(kept), len(kept)
+        if large:
+            place = self._window_of(first)
+            target = self.windows[place : place + layers * self._count].view(layers, self._count, -1).transpose(0, 1)
+        else:
+            target = self.resident[:, first : self._kept_end]
         kernels.row_scatter_layers(kept, self._slots, target)
 
     def layer_done(self, layer: int) -> None:

@@ -28,7 +28,7 @@ RETRY_LOAD_S = 60.0
 """A chunk whose load failed is not offered again for this long: each failure costs the request a recompute."""
 MAX_BAD = 1 << 16
 MATCH_FIRST, MATCH_CHUNKS = (6, 12, 20, 32), 32
-"""A worker that may begin early is told of the first so many chunks, then of so many at a time: the fewer they are, the sooner it begins,
+"""A worker that may begin early is told when so many chunks are known, then of so many at a time: the fewer they are, the sooner it begins,
 and their copies last until the next ones are known."""
 PROBES_CHEAP, PROBES = 32, 4
 """Where a salt's first chunk is missing, so many chunks are asked for one by one, then every 2nd, 4th, ..., and the last: a round trip

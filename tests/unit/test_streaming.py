@@ -460,6 +460,40 @@ def test_a_graph_puts_several_layers_away_together(monkeypatch, layers, strides)
     feature.close()
 
 
+# ---- the plan -------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_written_again_only_when_the_device_has_read_it(monkeypatch):
+    """The host is told by an event behind the last launch of its group, and waits for that before it writes to the group's first again."""
+    from qcap import kernels
+    from qcap.capture import plan as plan_module
+    from qcap.capture.plan import PlanBuffer
+
+    monkeypatch.setattr(plan_module, "_GROUP", 2)
+    queue: list = []  # what the device has not done yet
+    ran: list[int] = []
+
+    class Event:
+        def record(self):
+            self.at = len(ran) + len(queue)
+
+        def synchronize(self):
+            while len(ran) < self.at:
+                ran.append(queue.pop(0)())
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(kernels, "host_read", lambda source, target: queue.append(lambda: int(source[1])))
+    plan = PlanBuffer(4, 2, torch.device("cpu"))
+    plan._cuda, plan._events = True, [None] * 4
+    plan._hosts = [torch.zeros_like(plan.device) for _ in range(8)]
+    plan._arrays = [host.numpy() for host in plan._hosts]
+    for step in range(100):
+        plan.next()[0] = step
+        plan.send(step, 1, 1)
+    ran += [launch() for launch in queue]
+    assert ran == list(range(100)), "each step's plan as it was sent"
+
+
 # ---- a step of one request --------------------------------------------------------------------------------------------------------
 
 
@@ -562,7 +596,7 @@ def test_layers_of_a_step_that_is_not_that_large_are_scattered_together(held, mo
     real = kernels.row_scatter_layers
     monkeypatch.setattr(kernels, "row_scatter_layers", lambda rows, *more: launches.append(len(rows)) or real(rows, *more))
     if not room:
-        monkeypatch.setattr(rig.feature, "_can_spare", lambda count: False)
+        monkeypatch.setattr(rig.feature, "_can_spare", lambda query, count: False)
     first, other = request(1, 0, 11, [9, 4, 7]), request(2, 0, 9, [11, 12, 13])
     rig.run(first, other, order=[*range(11, 20), *range(11)], strided=strided)  # 160 rows of windows: two layers together, four such groups
     assert sum(launches) == layers * room and rig.left == 0 and not rig.feature._kept
@@ -573,6 +607,63 @@ def test_layers_of_a_step_that_is_not_that_large_are_scattered_together(held, mo
     rig.run(request(2, 9, 24, [11, 12, 13, 14, 15, 16], admitted=False), layers=layers - 1)  # given up in the middle
     assert not rig.feature._kept and rig.counters["query.steps_incomplete"] == 1 and rig.chunks(2, 24) == {}
     assert rig.counters["query.rows_missing"] == 0
+
+
+def test_what_is_kept_is_what_the_device_can_spare(held, monkeypatch):
+    rig, room, asked = held(9, windows=4), [0], []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: asked.append(device) or (room[0], 1 << 40))
+    rig.feature._cuda = True
+    fused = torch.zeros(10, 3 * 16)  # queries of 10 rows within something larger: that is what is kept
+    queries = fused[:, :16]
+    for free, layers, can, asks in (
+        (2 * 4 * fused.nbytes - 1, 4, False, 1),
+        (1 << 40, 4, False, 0),  # said no to as much before
+        (2 * 3 * fused.nbytes, 3, True, 1),
+        (0, 3, True, 0),  # said yes
+        (2 * 3 * fused.nbytes, 2, True, 0),
+    ):
+        room[0] = free
+        asked.clear()
+        assert rig.feature._can_spare(queries, layers) is can and len(asked) == asks
+    rig.feature._cuda = False
+
+
+def test_a_step_with_many_rows_that_nothing_is_captured_of_keeps_nothing(held):
+    rig, kept = held(9, windows=4), []
+    rig.feature._held_rows = 40
+    real = rig.feature._keep
+    rig.feature._keep = lambda *args: kept.append(args) or real(*args)
+    others = request(2, 0, 34, range(20, 29), skip="lora")
+    rig.run(request(1, 0, 8, [9, 4]), others, order=[*range(8, 42), *range(8)])
+    assert not kept and rig.chunks(1, 8) == {0: list(range(8))}
+    rig.run(request(1, 8, 16, [9, 4, 7, 2], admitted=False))
+    assert len(kept) == 9 and rig.chunks(1, 16) == {1: list(range(8, 16))}
+
+
+def test_a_layer_that_is_left_out_costs_the_step_and_no_more(held):
+    rig = held(9, windows=4)
+    rig.feature._held_rows = 40
+    for left_out in (3, 7, 8):
+        first, second = request(1, 0, 11, [9, 4, 7]), request(2, 0, 9, [11, 12, 13])
+        real, rig.feature.on_layer = rig.feature.on_layer, lambda layer, *more: real(layer, *more) if layer != left_out else None  # noqa: B023
+        rig.run(first, second)
+        rig.feature.on_layer = real
+        assert rig.chunks(1, 11) == {} and not rig.feature._kept
+    assert rig.counters["query.steps_incomplete"] == 3
+    rig.run(request(1, 0, 11, [9, 4, 7]), request(2, 0, 9, [11, 12, 13]))
+    assert rig.chunks(1, 11) == {0: list(range(8))} and rig.chunks(2, 9) == {0: list(range(8))}
+
+
+@pytest.mark.parametrize("layers", [3, 5])
+def test_a_step_that_finds_no_room_on_the_host_keeps_nothing(held, layers):
+    rig = held(layers, windows=4)
+    rig.feature._held_rows = 40
+    rig.feature.resident.fill_(-7.0)
+    rig.feature._arena.take = lambda *args: None
+    rig.feature.layer_done = lambda layer: None  # nobody says that a layer is done
+    rig.run(request(1, 0, 11, [9, 4, 7]), request(2, 0, 9, [11, 12, 13]))
+    assert not rig.feature._kept and not rig.feature.active and (rig.feature.resident == -7.0).all()
+    assert rig.counters["query.skipped.host-full"] == 4
 
 
 def test_rows_that_do_not_lie_in_order_never_count(held):
@@ -611,7 +702,7 @@ def test_what_goes_through_the_ring_all_the_same(held, monkeypatch, why):
     elif why == "too few rows":
         rig.run(one, rows=18)
     else:
-        monkeypatch.setattr(rig.feature, "_can_spare", lambda layers: False)
+        monkeypatch.setattr(rig.feature, "_can_spare", lambda query, layers: False)
         rig.run(one)
     assert rig.left == 0
     wanted = {0: list(range(8)), 1: list(range(8, 16))}
