@@ -4,9 +4,9 @@ from __future__ import annotations
 
 REASONS = {
     "block-table-unknown": "the engine's blocks of it were not known",
-    "edit-not-loaded": "its salt is an edit's, of which not every chunk was loaded, so what was computed is not the edit's and is not "
-    "stored under its salt. A prompt that ends with the edit has its last block computed anew: let a token follow. Else qcap verify URL "
-    "says whether the edit is whole, and edit.store(ctx) makes it so",
+    "edit-not-loaded": "its salt is an edit's, of which not every chunk was loaded (or it was replaced meanwhile), so what was computed is "
+    "not the edit's and is not stored under its salt. A prompt that ends with the edit has its last block computed anew: let a token "
+    "follow. Else qcap verify URL says whether the edit is whole, and edit.store(ctx) makes it so",
     "host-full": "no host memory was free for its queries: qcap.host_bytes",
     "load-failed": "stored KV could not be loaded (the engine's log says why): what was computed in its place is not stored. Of an edit "
     "that was stored again, the first request that loads all of it is still told so; later ones are not. An engine that runs tries chunks "

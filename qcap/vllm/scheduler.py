@@ -198,7 +198,10 @@ class SchedulerSide:
         chunks, extent = self._chunks(followed), extent_of(followed.edit)
         covered = extent.covered(chunks)
         wanted = max(followed.edit_from + 1, covered or 0)  # one of them has been seen, whatever the text says
-        rest = [key for chunk in chunks[matched:] for key in self._parts.keys(CacheKind.KV, chunk.digest, followed.salt)]
+        own = (
+            None if followed.end is None or not followed.end.behind else followed.end.index + 1
+        )  # what lies behind these is not the edit's
+        rest = [key for chunk in chunks[matched:own] for key in self._parts.keys(CacheKind.KV, chunk.digest, followed.salt)]
         short = not followed.edit or min(matched * size, limit) < wanted * size  # without a text nothing is known of how far it goes
         if short or any(self._store().contains(rest)) or not self._is_edits(followed, chunks[wanted - 1]):
             followed.bar, followed.whole = followed.bar or "edit-not-loaded", 0

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 
 from qcap.errors import EditConflict, GeometryMismatch, ObjectCorrupt, ShapeError, StoreError, StoreUnavailable, TokenError
 from qcap.kinds import CacheKind
@@ -533,6 +534,20 @@ def test_what_an_engine_computed_on_an_edit_is_found_behind_that_alone(any_bench
     longer = torch.cat([one, behind[:, :, :4] + 1], 2)
     assert ctx.store(longer, ids[:12], salt="s")
     assert torch.equal(ctx.retrieve(ids, "s"), longer)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_hash_of_an_edits_rows_is_what_the_formats_page_says(make_bench, tp):
+    bench = make_bench(tp_size=tp)
+    ctx = bench.context()
+    rows, where = torch.randn(ctx.shape_of(8)), [3, 4, 5, 6, 9, 10, 11, 12]
+    assert ctx.store(rows, IDS[:8], salt="s", positions=where)
+    so_far = b""
+    for chunk in range(2):
+        at = slice(4 * chunk, 4 * chunk + 4)
+        so_far += rows[:, :, at].numpy().tobytes() + np.array(where[at], "<i8").tobytes()
+        for rank in range(tp):
+            assert bench.backend.objects[key_of(ctx, chunk, "s", rank)].record.rows == blake3(so_far).hexdigest()
 
 
 def test_the_same_rows_at_other_positions_are_other_rows(bench):

@@ -78,7 +78,8 @@ def test_a_layer_is_one_byte_range() -> None:
 
 
 def test_header_tells_everything() -> None:
-    record, tensor = chunk(2, CacheKind.QUERY, index=2, salt="edit-1", edit='{"name":"keep"}', tags=(("b", "%@"), ("a", "ü")))
+    more = {"edit": '{"name":"keep"}', "rows": "of ü"}
+    record, tensor = chunk(2, CacheKind.QUERY, index=2, salt="edit-1", tags=(("b", "%@"), ("a", "ü")), **more)
     header = chunkfile.read_header(bytes(chunkfile.encode(record, tensor)))
     assert header.record.tags == (("a", "ü"), ("b", "%@"))
     assert header.record.key == record.key
@@ -172,6 +173,7 @@ FIELDS = st.fixed_dictionaries(
     optional={
         "salt": st.text(max_size=9),
         "edit": st.text() | st.integers(),
+        "rows": st.text() | st.integers(1),
         "tags": st.lists(st.tuples(st.text(), st.text() | st.integers()), max_size=3).map(tuple),
         "start": st.integers(-1, 2**40),
         "positions": st.lists(st.integers(-1, 2**32), min_size=16, max_size=16).map(tuple),

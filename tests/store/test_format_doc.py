@@ -15,6 +15,7 @@ from store_suite import receipt
 
 from qcap.backends import open_backend
 from qcap.kinds import CacheKind
+from qcap.tokens import behind_rows
 
 DOC = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 
@@ -68,7 +69,8 @@ def test_a_reader_written_from_the_page(tmp_path) -> None:
     backend, geo = open_backend(str(tmp_path)), geometry(dtype="float32", tp_size=2, tp_rank=1)
     wanted = {}
     for kind in CacheKind:
-        record, tensor = chunk(4, kind, geo, index=1, salt="s", tags=(("b", "é"), ("a", "x")))
+        of_edit = {"edit": "{}", "rows": "hash"} if kind is CacheKind.KV else {}
+        record, tensor = chunk(4, kind, geo, index=1, salt="s", tags=(("b", "é"), ("a", "x")), **of_edit)
         backend.store(record, tensor).result(30)
         wanted[kind.value] = tensor
     found = [read(path) for path in tmp_path.rglob("*.safetensors")]
@@ -77,7 +79,7 @@ def test_a_reader_written_from_the_page(tmp_path) -> None:
         as_bits = torch.from_numpy(array.copy()).transpose(0, 1).contiguous().view(torch.int32)
         assert torch.equal(as_bits, wanted[meta["kind"]].view(torch.int32))
         table = set(re.findall(r"`(\w+)`", " ".join(line.split("|")[1] for line in DOC.splitlines() if line.startswith("| `"))))
-        assert table == set(meta)
+        assert table == {*meta, "rows"} and ("rows" in meta) == (meta["kind"] == "kv")
         assert all(f"`{name}`" in DOC for name in json.loads(meta["geometry"]))
         assert all(f"`{name}`" in DOC for name in json.loads(meta["geometry"])["rope"])
 
@@ -87,6 +89,9 @@ def test_the_pages_vectors() -> None:  # K32: a digest fixed in our own tests
     assert f"digest_0  {one}\n" in DOC and f"digest_1  {two}\n" in DOC
     assert f"root      {blake3(b'qcap chunk chain v1').hexdigest()}\n" in DOC
     assert fingerprint("org/m##query", 2, 1, "bfloat16", two, "s", [["a", "x"]]) in DOC
+    behind = blake3(b"qcap behind an edit v1" + bytes.fromhex(one) + b"ab").digest()
+    assert behind.hex() in DOC and blake3(behind + struct.pack(">2I", 3, 4)).hexdigest() in DOC
+    assert behind.hex() == behind_rows(one, "ab")
 
 
 def test_manifests_and_receipts_lie_where_the_page_says(tmp_path) -> None:

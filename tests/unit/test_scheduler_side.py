@@ -622,6 +622,14 @@ def test_what_is_computed_behind_an_edit_is_found_behind_its_rows_alone():
     assert bar_of(rig, LONGER, name="other") == ("", 24)
 
 
+def test_a_hole_behind_an_edit_is_filled():
+    rig = edited_rig()
+    end, _ = with_rows(rig, "one")
+    later = ChunkedTokenDatabase(CH).extend([*EDIT[:2], end], LONGER)[4]
+    rig.store.keys.update(rig.parts.keys(CacheKind.KV, later.digest, "e"))
+    assert bar_of(rig, LONGER) == ("", 24)
+
+
 def test_a_load_that_ends_before_the_edit_does_says_nothing_of_its_rows():
     rig = edited_rig()
     with_rows(rig, "one")
