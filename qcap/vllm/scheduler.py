@@ -77,6 +77,7 @@ class _Followed:
     loaded_at: int = 0  # its tokens then
     bar: str = ""  # why what it computes may not be stored, though it may load
     end: TokenChunk | None = None  # the last chunk of its edit, as it was when the request was matched
+    plain: list[TokenChunk] = field(default_factory=list)  # its chunks then, hashed as token ids alone: an edit's are
     loading: tuple[str, ...] = ()  # digests of the chunks of its last load
     computed: int = 0  # the furthest position ever scheduled: vLLM's own count is 0 while a request is preempted
     admitted: bool = False  # scheduled at least once, so the worker knows it
@@ -195,15 +196,14 @@ class SchedulerSide:
             limit: tokens that can be loaded at most: vLLM computes the last one, and its block.
         """
         size = self._config.chunk_size
-        chunks, extent = self._chunks(followed), extent_of(followed.edit)
+        chunks, extent = followed.plain or self._chunks(followed), extent_of(followed.edit)
         covered = extent.covered(chunks)
         wanted = max(followed.edit_from + 1, covered or 0)  # one of them has been seen, whatever the text says
-        own = (
-            None if followed.end is None or not followed.end.behind else followed.end.index + 1
-        )  # what lies behind these is not the edit's
-        rest = [key for chunk in chunks[matched:own] for key in self._parts.keys(CacheKind.KV, chunk.digest, followed.salt)]
+        rest = [key for chunk in chunks[matched:] for key in self._parts.keys(CacheKind.KV, chunk.digest, followed.salt)]
+        there = [key for key, is_there in zip(rest, self._store().contains(rest), strict=True) if is_there]
+        holed = any(self._store().edit_of(key) != "" for key in there)
         short = not followed.edit or min(matched * size, limit) < wanted * size  # without a text nothing is known of how far it goes
-        if short or any(self._store().contains(rest)) or not self._is_edits(followed, chunks[wanted - 1]):
+        if short or holed or not self._is_edits(followed, chunks[wanted - 1]):
             followed.bar, followed.whole = followed.bar or "edit-not-loaded", 0
         else:
             followed.whole = wanted * size if wanted == extent.count(size) else 0
@@ -230,7 +230,7 @@ class SchedulerSide:
         if end is not None:
             if followed.local and self._behind.get((followed.salt, end.digest), behind) != behind:
                 followed.bar = followed.bar or "edit-not-loaded"  # vLLM's own blocks hold rows that were replaced since
-        followed.end = end
+        followed.end, followed.plain = end, chunks
 
     def _computes_in_place(self, followed: _Followed, block_ids: Iterable[int], step: int) -> None:
         """A request of an edit's salt computes what is not the edit's. vLLM puts its blocks into its prefix cache as it schedules

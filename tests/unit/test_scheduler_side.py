@@ -630,6 +630,22 @@ def test_a_hole_behind_an_edit_is_filled():
     assert bar_of(rig, LONGER) == ("", 24)
 
 
+def test_an_edit_that_lost_a_chunk_which_its_text_does_not_list_is_missed():
+    rig = edited_rig(with_extent('{"name": "x"}', EDIT[:1]))  # the text of another sequence that begins alike
+    with_rows(rig, "one")
+    assert bar_of(rig, LONGER, name="whole") == ("", 24)
+    lose(rig, 1)
+    assert bar_of(rig, LONGER) == ("edit-not-loaded", 8)
+
+
+def test_what_an_engine_stored_before_there_was_an_edit_does_not_bar():
+    """Under the edit's salt, and behind it: its keys say nothing of rows, so it is not found; nor is it the edit's."""
+    rig = edited_rig()
+    rig.put(LONGER, salt="e")
+    with_rows(rig, "one")
+    assert bar_of(rig, LONGER) == ("", 24)
+
+
 def test_a_load_that_ends_before_the_edit_does_says_nothing_of_its_rows():
     rig = edited_rig()
     with_rows(rig, "one")
