@@ -18,7 +18,7 @@ from test_capture import CH, IDS, Bench, request, slots_from_the_caller  # noqa:
 from qcap.attribution import LoadRequest
 from qcap.config import CaptureConfig
 from qcap.kinds import CacheKind
-from qcap.tokens import ChunkedTokenDatabase, chunk_key
+from qcap.tokens import ChunkedTokenDatabase, behind_rows, chunk_key
 from qcap.vllm import worker as worker_module
 from qcap.vllm.hooks import why_layers_pass_unseen
 from qcap.vllm.loading import LayerLoads, pool_bytes
@@ -372,6 +372,28 @@ def test_edits_are_not_mixed(bench, edits, fails, start):
     b.worker.end()
     assert b.worker.take_failed_blocks() == (set(A[start // N :]) if fails else set())
     assert all(b.untouched(layer, A) == fails for layer in range(L))
+
+
+@pytest.mark.parametrize("layered", [True, False])
+@pytest.mark.parametrize("replaced", [False, True])
+def test_an_edit_that_was_replaced_since_it_was_matched_is_not_gone_on_from(bench, layered, replaced):
+    """What is computed next would be stored as of the rows that were there then."""
+    b = bench()
+    for digest in digests(IDS):
+        record, tensor = b.store.objects[chunk_key(CacheKind.KV, b.sim.geometry, digest)]
+        edited = replace(record, salt="s", edit="e", rows="two" if replaced else "one")
+        b.store.objects[edited.key] = (edited, tensor)
+    load = replace(b.load(3, IDS, A, salt="s"), behind=behind_rows(digests(IDS)[1], "one"))
+    step = b.step(request(3, 16, 17, [*A, 13], admitted=True, salt="s"), tokens=[(3, 0, IDS[:18])], loads=[load])
+    loads = b.worker._layer_loads
+    b.worker._layer_loads = loads if layered else None
+    b.worker.begin(step)
+    b.worker.load()
+    b.forward(step)
+    b.worker.end()
+    assert b.worker.take_failed_blocks() == (set(A) if replaced else set())
+    assert all(b.untouched(layer, A) == replaced for layer in range(L))
+    b.worker._layer_loads = loads
 
 
 @pytest.mark.parametrize("when", ["headers", "edits", "layers"])
