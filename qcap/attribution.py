@@ -149,6 +149,10 @@ class FinishedRequest:
     computed_tokens: int
 
 
+NO_EDIT = "no edit"
+"""See :attr:`LoadRequest.behind`."""
+
+
 @dataclass(frozen=True)
 class LoadRequest:
     """Stored chunks to put into pages before the forward pass.
@@ -159,8 +163,8 @@ class LoadRequest:
         block_ids: the request's KV blocks from block 0 up to position ``end``.
         digests: of the chunks from chunk 0 up to the one of ``end - 1``.
         token_ids: of positions ``[0, end)`` rounded up to whole chunks, to check the objects against.
-        behind: what the last chunk of an edit among them says of its rows (:attr:`~qcap.tokens.TokenChunk.behind`); "" if that is not
-            known: what is computed next is stored as of these rows.
+        behind: what the last chunk of an edit among them says of its rows (:attr:`~qcap.tokens.TokenChunk.behind`): what is computed next
+            is stored as of these. "" if it says nothing, or ends before the edit does; :data:`NO_EDIT` if there was none.
     """
 
     uid: int

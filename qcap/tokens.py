@@ -290,7 +290,8 @@ class ChunkRecord:
         positions: the position each row's rotation stands for, ``[CH]``; ``start..start+CH`` for what an engine computed.
         edit: how an edit came about (name, parameters, parent salt), JSON text; "" for what an engine computed.
         tags: see :class:`ChunkKey`.
-        rows: of an edit, a hash over all of its rows up to this chunk's end; "" if none is known.
+        rows: of an edit, two hashes joined by a dot: over all of its rows up to this chunk's start ("" of the first), and up to its end;
+            "" if none is known.
     """
 
     kind: CacheKind
@@ -324,6 +325,11 @@ class ChunkRecord:
     def behind(self) -> str:
         """As of a :class:`TokenChunk`, should this be an edit's last chunk."""
         return behind_rows(self.digest, self.rows) if self.edit and self.rows else ""
+
+    def follows(self, before: ChunkRecord) -> bool:
+        """Whether ``before``, the chunk before this one of an edit, holds the rows that were there when this one was stored; True if
+        neither tells."""
+        return self.rows.partition(".")[0] == before.rows.rpartition(".")[2]
 
     @cached_property
     def key(self) -> ChunkKey:

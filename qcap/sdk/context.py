@@ -114,7 +114,7 @@ class CacheContext:
         """
         backend, array = self._open(), as_token_array(tokens)
         check_salt(salt)
-        chunks = sequence_chunks(backend, self._rank_geometry, array, salt)
+        chunks = sequence_chunks(backend, self._rank_geometry, array, salt, self.kind)
         if not chunks:
             _log.info("retrieve: %d tokens are less than one chunk of %d; nothing can be stored of them", len(array), self.chunk_size)
             return None
@@ -133,7 +133,7 @@ class CacheContext:
         return out[:, :, : loaded * self.chunk_size].clone() if loaded else None
 
     def coverage(self, tokens: TokenIds, salt: str = "", *, computed_tokens: int | None = None) -> Coverage:
-        """Which chunks of ``tokens`` are stored; reads no data.
+        """Which chunks of ``tokens`` are stored; reads no data, and under a salt a few headers.
 
         Args:
             tokens: token ids ``[N]``.
@@ -143,13 +143,14 @@ class CacheContext:
 
         Raises:
             TokenError: ids, salt or count are not usable.
+            ObjectCorrupt: an edit's header is not what it should be.
         """
         backend, array = self._open(), as_token_array(tokens)
         check_salt(salt)
         computed = len(array) if computed_tokens is None else computed_tokens
         if not 0 <= computed <= len(array):
             raise TokenError(f"computed_tokens must lie in 0..{len(array)} (the tokens given), got {computed}")
-        chunks = sequence_chunks(backend, self._rank_geometry, array[:computed], salt)
+        chunks = sequence_chunks(backend, self._rank_geometry, array[:computed], salt, self.kind)
         there = [True] * len(chunks)
         for rank in range(self._rank_geometry.tp_size if chunks else 0):
             on_rank = backend.contains([self._key(chunk, salt, rank) for chunk in chunks])
@@ -294,45 +295,46 @@ class CacheContext:
         with ThreadPoolExecutor(min(_LOAD_THREADS, len(chunks)), thread_name_prefix="qcap-load") as pool:
             pending = [pool.submit(self._load_into, backend, out, chunk, array, salt) for chunk in chunks]
             try:
-                before: str | None = None
+                before: ChunkRecord | None = None
                 told = extent_of("")
                 for number, future in enumerate(pending):
-                    edit = future.result()
-                    if edit is None:
+                    record = future.result()
+                    if record is None:
                         return number
-                    if before is not None and edit not in ("", before):
+                    edit = record.edit
+                    if before is not None and edit and (edit != before.edit or not record.follows(before)):
                         raise ObjectCorrupt(
                             f"chunk {number} of {self.stored_model!r} under salt {salt!r} is of an edit the chunk before it is not of: "
-                            "two caches are mixed. Store the edit again under another salt"
+                            "two caches are mixed, or one is being stored over the other. Store the edit again under another salt"
                         )
                     if edit:
                         told = extent_of(edit)
-                    elif before and number < (told.covered(chunks) or 0):
+                    elif before is not None and before.edit and number < (told.covered(chunks) or 0):
                         raise ObjectCorrupt(
                             f"chunk {number} of {self.stored_model!r} under salt {salt!r} is not its edit's: that was lost, and an engine "
                             "computed this one in its place. Store the edit again, with overwrite=True or under another salt"
                         )
-                    before = edit
+                    before = record
                 return len(chunks)
             finally:
                 for future in pending:
                     future.cancel()
 
-    def _load_into(self, backend: Backend, out: torch.Tensor, chunk: TokenChunk, array: np.ndarray, salt: str) -> str | None:
-        """Copy one chunk of all ranks to its place; its edit's text ("" for what an engine computed), None if a rank has no such chunk."""
-        edits = set()
+    def _load_into(self, backend: Backend, out: torch.Tensor, chunk: TokenChunk, array: np.ndarray, salt: str) -> ChunkRecord | None:
+        """Copy one chunk of all ranks to its place; a rank's header, None if a rank has no such chunk."""
+        records: dict[tuple[str, str], ChunkRecord] = {}
         for rank in owners(self._rank_geometry, self.kind):
             loaded = self._load_one(backend, chunk, array, salt, rank)
             if loaded is None:
                 return None
-            edits.add(loaded.record.edit)
+            records[loaded.record.edit, loaded.record.rows] = loaded.record
             out[:, :, chunk.start : chunk.end, columns(self._rank_geometry, self.kind, rank)] = loaded.tensor
-        if len(edits) > 1:
+        if len(records) > 1:
             raise ObjectCorrupt(
-                f"chunk {chunk.index} of {self.stored_model!r} under salt {salt!r} has heads of {len(edits)} different caches, one a rank. "
-                "Store the edit again under another salt"
+                f"chunk {chunk.index} of {self.stored_model!r} under salt {salt!r} has heads of {len(records)} different caches, one a "
+                "rank. Store the edit again under another salt"
             )
-        return edits.pop()
+        return next(iter(records.values()))
 
     def _load_one(self, backend: Backend, chunk: TokenChunk, array: np.ndarray, salt: str, rank: int) -> LoadedChunk | None:
         """One rank's chunk, checked against what was asked for."""
@@ -452,14 +454,15 @@ class _Writer:
             self._settle(tensor, chunk, rank, future, deadline, f"{number} of {len(pending)} objects are stored")
 
     def _hash_rows(self, tensor: torch.Tensor, chunks: Sequence[TokenChunk]) -> list[str]:
-        """Of each chunk, a hash over all rows up to its end and where they stand, of all ranks' heads: what an engine computes behind them
-        is found by it."""
-        hasher, found = blake3(max_threads=blake3.AUTO), []
+        """Of each chunk, hashes over all rows up to its start and up to its end and where they stand, of all ranks' heads: what an engine
+        computes behind them is found by it, and a chunk of other rows in between is seen."""
+        hasher, found, before = blake3(max_threads=blake3.AUTO), list[str](), ""
         for chunk in chunks:
             rows = tensor[:, :, chunk.start : chunk.end].to("cpu").contiguous()
             hasher.update(rows.view(torch.uint8).numpy().data)
             hasher.update(self.positions[chunk.start : chunk.end].astype("<i8").tobytes())
-            found.append(hasher.hexdigest())
+            before, now = hasher.hexdigest(), before
+            found.append(f"{now}.{before}")
         return found
 
     def _missing(self, tensor: torch.Tensor, todo: list[tuple[TokenChunk, int]]) -> list[tuple[TokenChunk, int]]:

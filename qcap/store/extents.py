@@ -10,7 +10,7 @@ from typing import Any
 from qcap.geometry import Geometry
 from qcap.kinds import CacheKind
 from qcap.store.tiers import Backend
-from qcap.tokens import ChunkedTokenDatabase, ChunkKey, TokenChunk, TokenIds, chunk_key
+from qcap.tokens import ChunkedTokenDatabase, ChunkKey, ChunkRecord, TokenChunk, TokenIds, chunk_key
 
 CHUNKS_NAME, MARK_CHARS = "qcap_chunks", 8
 
@@ -73,26 +73,31 @@ def end_of_edit(backend: Backend, key_of: Callable[[TokenChunk], ChunkKey], text
 
     Args:
         key_of: of a chunk of keys and values, under the edit's salt.
-        text: the edit's. It may be that of another sequence that begins alike: then this one's edit goes on behind what the text lists.
+        text: the edit's. It may be that of another sequence that begins alike: then this one's edit goes on behind what the text lists, in
+            chunks that have the same text and follow one another.
         chunks: of the sequence, hashed as token ids alone.
 
     Raises:
         ObjectCorrupt, StoreUnavailable: its header cannot be read.
     """
-    last = None
+    last: TokenChunk | None = None
+    before: ChunkRecord | None = None
     for chunk in chunks[max((extent_of(text).covered(chunks) or 1) - 1, 0) :]:
         found = backend.open_layers(key_of(chunk))
-        if found is None or not found.record.edit:
+        if found is None or found.record.edit != text or (before is not None and not found.record.follows(before)):
             break
-        last = replace(chunk, behind=found.record.behind)
+        last, before = replace(chunk, behind=found.record.behind), found.record
     return last
 
 
-def sequence_chunks(backend: Backend, geometry: Geometry, token_ids: TokenIds, salt: str) -> list[TokenChunk]:
-    """The whole chunks of a sequence, as they are stored under ``salt``: behind an edit, keys tell of its rows too.
+def sequence_chunks(
+    backend: Backend, geometry: Geometry, token_ids: TokenIds, salt: str, kind: CacheKind = CacheKind.KV
+) -> list[TokenChunk]:
+    """The whole chunks of a sequence, as they are stored under ``salt``: behind an edit of keys and values, keys tell of its rows too.
 
     Args:
         geometry: of any rank.
+        kind: of what is stored: an edit of queries may be longer than that of keys and values, and is keyed by token ids alone.
 
     Raises:
         TokenError: as :func:`qcap.tokens.as_token_array`.
@@ -103,8 +108,8 @@ def sequence_chunks(backend: Backend, geometry: Geometry, token_ids: TokenIds, s
     if not salt or not chunks:
         return chunks
 
-    def key_of(chunk: TokenChunk) -> ChunkKey:
-        return chunk_key(CacheKind.KV, geometry.for_rank(0), chunk.digest, salt)
+    def key_of(chunk: TokenChunk, kind: CacheKind = CacheKind.KV) -> ChunkKey:
+        return chunk_key(kind, geometry.for_rank(0), chunk.digest, salt)
 
     text = backend.edit_of(key_of(chunks[0]))
     if text is None:  # lost, or nothing is stored
@@ -113,7 +118,10 @@ def sequence_chunks(backend: Backend, geometry: Geometry, token_ids: TokenIds, s
     end = end_of_edit(backend, key_of, text, chunks) if text else None
     if end is None or not end.behind:
         return chunks
-    return database.extend([*chunks[: end.index], end], token_ids)
+    behind, own = database.extend([*chunks[: end.index], end], token_ids), end.index + 1
+    while kind is not CacheKind.KV and own < len(chunks) and backend.edit_of(key_of(chunks[own], kind)):
+        own += 1
+    return [*chunks[:own], *behind[own:]]
 
 
 def _without(text: str) -> Any:

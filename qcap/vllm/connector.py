@@ -189,7 +189,8 @@ class QcapConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """How much stored KV can be loaded beyond what vLLM has."""
-        return self._guarded("matching", 0, lambda s: s.matched_tokens(request, num_computed_tokens)), False
+        nothing: int | None = 0
+        return self._guarded("matching", nothing, lambda s: s.matched_tokens(request, num_computed_tokens)), False
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """vLLM's block pool exists."""

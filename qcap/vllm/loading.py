@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from qcap.attribution import LoadRequest
+from qcap.attribution import NO_EDIT, LoadRequest
 from qcap.capture.staging import HostArena
 from qcap.connectors import LayerConnector, build
 from qcap.errors import ObjectCorrupt, QcapError, Unsupported
@@ -90,7 +90,7 @@ def check_edits(records: Sequence[ChunkRecord], behind: str) -> None:
         QcapError: the edit is not the one that was there when the load was planned.
     """
     for before, record in itertools.pairwise(records):
-        if record.edit not in ("", before.edit):
+        if record.edit and (record.edit != before.edit or not record.follows(before)):
             raise ObjectCorrupt(
                 f"the chunk at token {record.start} is of an edit that the chunk before it is not of: two were mixed, or one was stored "
                 "half"
@@ -99,12 +99,12 @@ def check_edits(records: Sequence[ChunkRecord], behind: str) -> None:
             raise ObjectCorrupt(f"the chunk at token {record.start} was computed behind other rows than those of the edit before it")
     last = next((record for record in reversed(records) if record.edit), None)
     if behind and last is not None and last.behind != behind:
-        raise QcapError("the edit was replaced while the request was waiting")
+        raise QcapError(f"an edit was {'stored' if behind == NO_EDIT else 'replaced'} under its salt while the request was waiting")
 
 
 def edits_digest(records: Sequence[ChunkRecord]) -> int:
     """Equal on all ranks only if their chunks are of the same edits."""
-    return zlib.crc32("\n".join(record.edit for record in records).encode())
+    return zlib.crc32("\n".join(f"{record.edit} {record.rows}" for record in records).encode())
 
 
 def first_to_check(load: LoadRequest, chunk_size: int) -> int:

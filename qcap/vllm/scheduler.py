@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from qcap.attribution import FinishedRequest, LoadRequest, RequestStep, Step, TokenUpdate, flatten, request_step, token_update
+from qcap.attribution import NO_EDIT, FinishedRequest, LoadRequest, RequestStep, Step, TokenUpdate, flatten, request_step, token_update
 from qcap.config import CaptureConfig
 from qcap.errors import QcapError, TokenError
 from qcap.kinds import CacheKind
@@ -27,6 +27,8 @@ _uids = itertools.count(1)  # of the process: two engines in it never use one nu
 RETRY_LOAD_S = 60.0
 """A chunk whose load failed is not offered again for this long: each failure costs the request a recompute."""
 MAX_BAD = 1 << 16
+MAX_PUT_OFF = 3
+"""How often a request is put off because vLLM's own blocks hold other rows than the edit of its salt has now."""
 MATCH_FIRST, MATCH_CHUNKS = (6, 12, 20, 32), 32
 """A worker that may begin early is told when so many chunks are known, then of so many at a time: the fewer they are, the sooner it begins,
 and their copies last until the next ones are known."""
@@ -77,7 +79,9 @@ class _Followed:
     loaded_at: int = 0  # its tokens then
     bar: str = ""  # why what it computes may not be stored, though it may load
     end: TokenChunk | None = None  # the last chunk of its edit, as it was when the request was matched
-    plain: list[TokenChunk] = field(default_factory=list)  # its chunks then, hashed as token ids alone: an edit's are
+    plain: list[TokenChunk] = field(default_factory=list)  # its chunks then, all hashed as token ids alone, as those of an edit are
+    marked: int = 0  # of its blocks, the first so many are in _marks or were vLLM's own
+    put_off: int = 0  # times
     loading: tuple[str, ...] = ()  # digests of the chunks of its last load
     computed: int = 0  # the furthest position ever scheduled: vLLM's own count is 0 while a request is preempted
     admitted: bool = False  # scheduled at least once, so the worker knows it
@@ -130,7 +134,7 @@ class SchedulerSide:
         self._discards_counted = False  # by this engine, as async_tokens_to_discard of a request
         self._bad: dict[tuple[str, str], float] = {}  # (salt, digest) -> when a load of it failed
         self._in_place: dict[str, int] = {}  # salt of an edit -> the last step that computed something in its place
-        self._behind: dict[tuple[str, str], str] = {}  # (salt, digest of an edit's last chunk) -> the rows of its last load
+        self._marks: dict[int, str] = {}  # block of a salted request -> the rows that what it holds follows from (TokenChunk.behind), or ""
 
     # ---- edits --------------------------------------------------------------------------------------------------------------------
 
@@ -199,7 +203,8 @@ class SchedulerSide:
         chunks, extent = followed.plain or self._chunks(followed), extent_of(followed.edit)
         covered = extent.covered(chunks)
         wanted = max(followed.edit_from + 1, covered or 0)  # one of them has been seen, whatever the text says
-        rest = [key for chunk in chunks[matched:] for key in self._parts.keys(CacheKind.KV, chunk.digest, followed.salt)]
+        first = matched if followed.end is None else followed.end.index + 1
+        rest = [key for chunk in chunks[first:] for key in self._parts.keys(CacheKind.KV, chunk.digest, followed.salt)]
         there = [key for key, is_there in zip(rest, self._store().contains(rest), strict=True) if is_there]
         holed = any(self._store().edit_of(key) != "" for key in there)
         short = not followed.edit or min(matched * size, limit) < wanted * size  # without a text nothing is known of how far it goes
@@ -227,10 +232,24 @@ class SchedulerSide:
         if followed.admitted and behind != ("" if before is None else before.behind):
             followed.bar = followed.bar or "edit-not-loaded"  # the worker was told of other rows
         followed.chunks = chunks if end is None else self._database.extend([*chunks[: end.index], end], token_ids)
-        if end is not None:
-            if followed.local and self._behind.get((followed.salt, end.digest), behind) != behind:
-                followed.bar = followed.bar or "edit-not-loaded"  # vLLM's own blocks hold rows that were replaced since
         followed.end, followed.plain = end, chunks
+
+    def _of_other_rows(self, followed: _Followed) -> set[int]:
+        """vLLM's own blocks that the request would go on from, and that hold, or follow from, other rows than its edit has now: they came
+        there after it had arrived."""
+        pool, end = self._block_pool, followed.end
+        if pool is None or end is None or not end.behind:
+            return set()
+        hashes = followed.request.block_hashes[: followed.local // self._block_size]
+        cached = (pool.get_cached_block(one, [self._group]) for one in hashes)
+        found = {block.block_id for blocks in cached if blocks for block in blocks}
+        return {block for block in found if self._marks.get(block, "") != end.behind}
+
+    def _mark(self, followed: _Followed, block_ids: Sequence[int]) -> None:
+        """Note of which rows the blocks are that a salted request was given."""
+        end = followed.end if followed.is_edit and not followed.bar else None
+        self._marks.update(dict.fromkeys(block_ids[followed.marked :], "" if end is None else end.behind))
+        followed.marked = len(block_ids)
 
     def _computes_in_place(self, followed: _Followed, block_ids: Iterable[int], step: int) -> None:
         """A request of an edit's salt computes what is not the edit's. vLLM puts its blocks into its prefix cache as it schedules
@@ -276,8 +295,9 @@ class SchedulerSide:
 
     # ---- matching -----------------------------------------------------------------------------------------------------------------
 
-    def matched_tokens(self, request: Any, local_tokens: int) -> int:
-        """Stored tokens beyond ``local_tokens`` that the worker can load, block aligned; at least one token is left to compute."""
+    def matched_tokens(self, request: Any, local_tokens: int) -> int | None:
+        """Stored tokens beyond ``local_tokens`` that the worker can load, block aligned; at least one token is left to compute. None to be
+        asked again in the next step: vLLM found blocks of its own that hold other rows than the edit of the request's salt."""
         followed = self._follow(request)
         followed.local, followed.load, followed.whole = local_tokens, None, 0
         if local_tokens:
@@ -296,6 +316,13 @@ class SchedulerSide:
         try:
             if followed.is_edit and followed.edit:
                 self._go_on_from_rows(followed)
+                if others := self._of_other_rows(followed):
+                    self._block_pool.evict_blocks(others)
+                    followed.put_off += 1
+                    if followed.put_off <= MAX_PUT_OFF:
+                        return None
+                    followed.bar = followed.bar or "edit-not-loaded"
+                    return 0
             stored = self._match(followed, local_tokens, limit)
             if followed.is_edit:
                 self._bar_half_edits(followed, stored, limit)
@@ -359,6 +386,9 @@ class SchedulerSide:
             followed.load = (followed.local, followed.local + external_tokens)
         elif followed.is_edit and not followed.local:
             followed.bar = followed.bar or "edit-not-loaded"  # vLLM refused the load: the request wants all of it computed
+        if followed.salt and blocks is not None:
+            followed.marked = followed.local // self._block_size
+            self._mark(followed, blocks.get_block_ids()[self._group])
         if followed.is_edit and followed.bar:  # the next request may be matched before this step is planned
             self._computes_in_place(followed, () if blocks is None else blocks.get_block_ids()[self._group], self._number + 1)
 
@@ -426,6 +456,8 @@ class SchedulerSide:
             followed.admitted, followed.told_early = True, False
             if end > followed.computed:
                 followed.computed = end
+            if followed.salt and len(followed.block_ids) != followed.marked:
+                self._mark(followed, followed.block_ids)
             first, last = 0 if admitted else start // size * per_chunk, -(-end // n)
             blocks = followed.block_ids[first:last]
             skip = followed.skip or followed.bar
@@ -444,11 +476,9 @@ class SchedulerSide:
         followed.loading = tuple(c.digest for c in chunks)
         followed.loaded_in = self._number if start == 0 and 0 < followed.whole <= end else -1
         followed.loaded_at = len(followed.request.all_token_ids)
-        behind = ""
+        behind = NO_EDIT if followed.salt and not followed.is_edit else ""
         if followed.end is not None and followed.end.index < len(chunks):  # else something of the edit is lost
-            behind = self._behind[followed.salt, followed.end.digest] = followed.end.behind
-            while len(self._behind) > MAX_BAD:
-                del self._behind[next(iter(self._behind))]
+            behind = followed.end.behind
         return LoadRequest(
             followed.uid,
             followed.request.request_id,
@@ -504,6 +534,7 @@ class SchedulerSide:
             if followed.salt in self._failed_salts:
                 followed.bar = followed.bar or "load-failed"  # it may be using what was computed in the edit's place
         for followed in hit.values():
+            self._marks.update(dict.fromkeys(followed.block_ids, ""))
             self._bad.update(dict.fromkeys(((followed.salt, digest) for digest in followed.loading), time.monotonic()))
         while len(self._bad) > MAX_BAD:
             del self._bad[next(iter(self._bad))]

@@ -542,12 +542,41 @@ def test_the_hash_of_an_edits_rows_is_what_the_formats_page_says(make_bench, tp)
     ctx = bench.context()
     rows, where = torch.randn(ctx.shape_of(8)), [3, 4, 5, 6, 9, 10, 11, 12]
     assert ctx.store(rows, IDS[:8], salt="s", positions=where)
-    so_far = b""
+    so_far, before = b"", ""
     for chunk in range(2):
         at = slice(4 * chunk, 4 * chunk + 4)
         so_far += rows[:, :, at].numpy().tobytes() + np.array(where[at], "<i8").tobytes()
         for rank in range(tp):
-            assert bench.backend.objects[key_of(ctx, chunk, "s", rank)].record.rows == blake3(so_far).hexdigest()
+            told = bench.backend.objects[key_of(ctx, chunk, "s", rank)].record.rows
+            assert told == f"{before}.{blake3(so_far).hexdigest()}"
+        before = blake3(so_far).hexdigest()
+
+
+def test_an_edit_that_is_half_stored_over_another_is_not_retrieved(bench):
+    """Its last chunk is there first; its text is the other's."""
+    ctx = bench.context()
+    rows = torch.randn(ctx.shape_of(12))
+    assert ctx.store(rows, IDS[:12], salt="s") and ctx.store(rows + 1, IDS[:12], salt="new")
+    half = bench.backend.objects[key_of(ctx, 2, "new")]
+    bench.backend.objects[key_of(ctx, 2, "s")] = LoadedChunk(replace(half.record, salt="s"), half.tensor)
+    with pytest.raises(ObjectCorrupt, match=r"chunk 2.*mixed, or one is being stored over the other"):
+        ctx.retrieve(IDS[:12], "s")
+    assert ctx.store(rows + 1, IDS[:12], salt="s", overwrite=True)
+    assert torch.equal(ctx.retrieve(IDS[:12], "s"), rows + 1)
+
+
+def test_an_edit_may_be_replaced_by_a_shorter_one(any_bench):
+    ctx = any_bench.context()
+    rows = torch.randn(ctx.shape_of(12))
+    assert ctx.store(rows, IDS[:12], salt="s") and ctx.store(rows[:, :, :8] + 1, IDS[:8], salt="s", overwrite=True)
+    assert torch.equal(ctx.retrieve(IDS[:12], "s"), rows[:, :, :8] + 1)
+
+
+def test_queries_may_be_edited_further_than_keys_and_values(bench):
+    kv, query = bench.context(), bench.context(CacheKind.QUERY)
+    queries = torch.randn(query.shape_of(12))
+    assert query.store(queries, IDS[:12], salt="s") and kv.store(torch.randn(kv.shape_of(8)), IDS[:8], salt="s")
+    assert torch.equal(query.retrieve(IDS[:16], "s"), queries)
 
 
 def test_the_same_rows_at_other_positions_are_other_rows(bench):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from qcap.attribution import FinishedRequest, LoadRequest, TokenUpdate
+from qcap.attribution import NO_EDIT, FinishedRequest, LoadRequest, TokenUpdate
 from qcap.config import CaptureConfig
 from qcap.errors import StoreUnavailable
 from qcap.kinds import CacheKind
@@ -39,7 +39,8 @@ class Store:
         if text is None:
             return None
         rows = self.rows.get(key, "")
-        return SimpleNamespace(record=SimpleNamespace(edit=text, behind=behind_rows(key.digest, rows) if text and rows else ""))
+        behind = behind_rows(key.digest, rows) if text and rows else ""
+        return SimpleNamespace(record=SimpleNamespace(edit=text, behind=behind, follows=lambda before: True))
 
     def contains(self, keys):
         self.asked += 1
@@ -513,6 +514,7 @@ class Pool:
 
     def evict_blocks(self, block_ids):
         self.evicted |= block_ids
+        self.cached = {one: block for one, block in self.cached.items() if block not in block_ids}
 
 
 EDIT = ChunkedTokenDatabase(CH).chunks(range(24))  # 3 chunks, of which a prompt of 26 tokens has all
@@ -636,6 +638,10 @@ def test_an_edit_that_lost_a_chunk_which_its_text_does_not_list_is_missed():
     assert bar_of(rig, LONGER, name="whole") == ("", 24)
     lose(rig, 1)
     assert bar_of(rig, LONGER) == ("edit-not-loaded", 8)
+    end = replace(EDIT[0], behind=behind_rows(EDIT[0].digest, "one"))
+    for chunk in ChunkedTokenDatabase(CH).extend([end], LONGER)[1:]:  # what was computed behind the part that is left
+        rig.store.keys.update(rig.parts.keys(CacheKind.KV, chunk.digest, "e"))
+    assert bar_of(rig, LONGER, name="again") == ("edit-not-loaded", 40)
 
 
 def test_what_an_engine_stored_before_there_was_an_edit_does_not_bar():
@@ -656,18 +662,120 @@ def test_a_load_that_ends_before_the_edit_does_says_nothing_of_its_rows():
     assert step.loads[0].end == 8 and step.loads[0].behind == "" and step.requests[0].skip == "edit-not-loaded"
 
 
-@pytest.mark.parametrize("replaced", [False, True])
-def test_vllms_own_blocks_of_an_edit_that_was_replaced_are_not_gone_on_from(replaced):
-    rig = edited_rig()
-    with_rows(rig, "one")
-    first, second = salted("first", LONGER), salted("second", LONGER)
-    for request in (first, second):
-        rig.side.arrived(request)
-    rig.admit(first, range(1, 12), 44 - 24, computed=24)
-    if replaced:
-        with_rows(rig, "two")
-    rig.side.matched_tokens(second, 24)  # the first one's blocks
-    assert rig.side._followed["second"].bar == ("edit-not-loaded" if replaced else "")
+class Own:
+    """vLLM with a prefix cache: what blocks it has of a salted prompt, and what it asks of us when it takes a request up."""
+
+    def __init__(self):
+        self.rig, self.next = edited_rig(), 1
+        self.pool = self.rig.side._block_pool = Pool({})
+
+    def arrives(self, name, ids=LONGER):
+        request = salted(name, ids)
+        request.block_hashes = [tuple(ids[: (i + 1) * N]) for i in range(len(ids) // N)]
+        self.rig.side.arrived(request)
+        return request
+
+    def local(self, request):
+        hashes = request.block_hashes[: (len(request.all_token_ids) - 1) // N]
+        return next((i for i, one in enumerate(hashes) if one not in self.pool.cached), len(hashes)) * N
+
+    def takes_up(self, request):
+        """(tokens in its own blocks, tokens that are loaded or None); given blocks, which are found from now on, if it is not put off."""
+        local = self.local(request)
+        external = self.rig.side.matched_tokens(request, local)
+        if external is None:
+            return local, None
+        blocks = [self.pool.cached[one] for one in request.block_hashes[: local // N]]
+        while len(blocks) * N < len(request.all_token_ids):
+            blocks.append(self.next)
+            self.next += 1
+        self.rig.side.allocated(request, external, SimpleNamespace(get_block_ids=lambda: (blocks,)))
+        for one, block in zip(request.block_hashes, blocks, strict=False):
+            self.pool.cached.setdefault(one, block)
+        request.blocks = blocks
+        return local, external
+
+    def runs(self, request, computed):
+        return self.rig.step(
+            new=[(request, request.blocks, computed)], scheduled={request.request_id: len(request.all_token_ids) - computed}
+        )
+
+
+def bar_in(own, name):
+    return own.rig.side._followed[name].bar
+
+
+@pytest.mark.parametrize("ran", [True, False])
+@pytest.mark.parametrize("ids", [LONGER, [*range(16), *range(60, 80)]])
+def test_vllms_own_blocks_of_an_edit_that_was_replaced_are_not_gone_on_from(ids, ran):
+    """Not even in the same step, nor by a prompt that leaves the edit midway: they are forgotten, and the edit is loaded."""
+    own = Own()
+    with_rows(own.rig, "one")
+    first, second, third = own.arrives("first"), own.arrives("second", ids), own.arrives("third", ids)
+    assert own.takes_up(first) == (0, 24)
+    if ran:
+        own.runs(first, 24)
+    with_rows(own.rig, "two")
+    assert own.takes_up(second)[1] is None and own.local(second) == 0
+    loaded = 24 if ids is LONGER else 16
+    assert own.takes_up(second) == (0, loaded) and bar_in(own, "second") == ""
+    assert own.takes_up(third)[1] == 0 and bar_in(own, "third") == "", "it shares the second one's blocks"
+    assert bar_in(own, "first") == ""
+
+
+def test_vllms_own_blocks_of_an_edit_are_shared():
+    own = Own()
+    with_rows(own.rig, "one")
+    first, second = own.arrives("first"), own.arrives("second")
+    assert own.takes_up(first) == (0, 24)
+    own.runs(first, 24)
+    assert own.takes_up(second) == (40, 0) and bar_in(own, "second") == "" and not own.pool.evicted
+    step = own.runs(second, 40)
+    assert not step.loads and step.requests[0].skip == ""
+
+
+def test_blocks_that_a_request_computed_on_the_rows_before_are_not_found_behind_the_new_ones():
+    own = Own()
+    with_rows(own.rig, "one")
+    old, new, last = own.arrives("old"), None, None
+    assert own.takes_up(old) == (0, 24)
+    own.pool.cached = {one: block for one, block in own.pool.cached.items() if len(one) <= 24}
+    with_rows(own.rig, "two")
+    new, last = own.arrives("new", LONGER[:33]), own.arrives("last")
+    assert not own.pool.cached, "forgotten on arrival"
+    assert own.takes_up(new) == (0, 24)
+    own.pool.cached.update({one: block for one, block in zip(old.block_hashes, old.blocks, strict=False) if len(one) > 32})  # it goes on
+    assert own.takes_up(last)[1] is None and own.local(last) == 32
+    assert own.takes_up(last) == (32, 0) and bar_in(own, "last") == ""
+
+
+def test_a_request_is_not_put_off_for_ever():
+    own = Own()
+    with_rows(own.rig, "one")
+    first, second = own.arrives("first"), own.arrives("second")
+    own.takes_up(first)
+    with_rows(own.rig, "two")
+    own.pool.evict_blocks = lambda blocks: None
+    assert [own.takes_up(second)[1] for _ in range(4)] == [None, None, None, 0] and bar_in(own, "second") == "edit-not-loaded"
+
+
+def test_blocks_of_a_load_that_failed_are_of_no_rows():
+    own = Own()
+    with_rows(own.rig, "one")
+    first, second = own.arrives("first"), own.arrives("second")
+    own.takes_up(first)
+    own.runs(first, 24)
+    own.rig.side.load_failed({first.blocks[2]})
+    assert own.takes_up(second)[1] is None
+
+
+def test_an_edit_that_was_stored_after_a_request_had_arrived_is_not_loaded_unseen():
+    rig = Rig(load="salted")
+    request = salted("a", LONGER)
+    rig.side.arrived(request)
+    rig.put(range(24), salt="e")
+    rig.store.edits = dict.fromkeys(rig.store.keys, LISTED)
+    assert rig.admit(request, range(1, 12), 20, computed=24).loads[0].behind == NO_EDIT
 
 
 @pytest.mark.parametrize("replaced", [False, True])

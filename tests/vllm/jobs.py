@@ -181,6 +181,45 @@ def damaged_edit(p: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def replaced_meanwhile(p: dict[str, Any]) -> dict[str, Any]:
+    """Three requests of an edit's salt, one served at a time; the edit is replaced while the first one is: what is served, how much of it
+    was loaded and how much came from vLLM's own cache; then the first edit's rows come back, and one more is served."""
+    import torch
+
+    import qcap
+    import qcap.vllm
+
+    llm = build(p)
+    ids, n, size = p["ids"], p["n"], 32
+    whole = (len(ids) - 1) // size * size
+    (cold,) = generate(llm, [{"ids": ids, "n": n}])
+    qcap.vllm.receipt([cold])
+    with qcap.connect(p["store"], model=p["model"]) as ctx:
+        edited = ctx.retrieve(ids[:whole]) * 0.25
+        assert ctx.store(edited, ids[:whole], salt="edit")
+        engine, outputs = llm.llm_engine, {}
+        for name in ("first", "second", "third"):
+            engine.add_request(name, qcap.vllm.prompt(ids, "edit"), sampling(n))
+        steps = 0
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    outputs[output.request_id] = output
+            steps += 1
+            if steps == 4:
+                assert ctx.store(edited * 2, ids[:whole], salt="edit", overwrite=True)
+        found = {name: told([outputs[name]])[0] for name in outputs}
+        receipts = [record for record in ctx.sequences() if record.salt == "edit"]
+        found["skipped"] = [dict(record.skipped) for record in receipts]
+        assert ctx.store(edited, ids[:whole], salt="edit", overwrite=True)
+    (out,) = generate(llm, [{"ids": ids, "n": n, "salt": "edit"}])
+    found["back"] = told([out])[0]
+    torch.save(edited, p["tensors"])
+    found["counters"] = {name: count for name, count in state(llm)["counters"].items() if name.startswith(("load.", "errors"))}
+    close(llm)
+    return found
+
+
 def lost_chunks(p: dict[str, Any]) -> dict[str, Any]:
     """Edits that lost a chunk, each under a salt of its own: what is served and told, what is then in the chunk's place, and what is served
     after the edit was stored again."""

@@ -51,6 +51,25 @@ def test_a_damaged_edit_is_never_filled_with_other_rows(tmp_path: Path) -> None:
     assert found["errors"] == 0
 
 
+def test_an_edit_that_is_replaced_while_requests_wait(tmp_path: Path) -> None:
+    """Who began with its rows ends with them; who comes later gets the new ones, though vLLM's own blocks hold the old; and those are
+    shared again."""
+    model, store = str(tiny_model_path("llama")), f"file://{tmp_path}/store"
+    (ids,) = jobs.make_prompts([TOKENS], 1000, seed=7)
+    engine = {"max_num_batched_tokens": 128, "enable_prefix_caching": True, "max_num_seqs": 1}
+    job = {"model": model, "store": store, "ids": ids, "n": NEW, "tensors": str(tmp_path / "tensors.pt"), "engine": engine}
+    found = run_in_process(jobs.replaced_meanwhile, job)
+    edited = torch.load(tmp_path / "tensors.pt")
+    with qcap.connect(store, model=model) as ctx:
+        geometry = ctx.geometry
+    one, other = (hf_greedy(model, ids, NEW, cache=to_dynamic_cache(rows, geometry)) for rows in (edited, edited * 2))
+    assert one != other
+    assert [found[name]["tokens"] for name in ("first", "second", "third", "back")] == [one, other, other, one]
+    assert found["third"]["cached"] == 224 and found["counters"]["load.tokens"] == 3 * 224, "the third shares the second one's blocks"
+    assert found["skipped"] == [{"query": {"prefix-cached": 7}}] * 3, "of the edit; keys and values behind it are stored for all of them"
+    assert found["counters"].get("load.failed", 0) == found["counters"].get("errors", 0) == 0
+
+
 def test_an_edit_that_lost_a_chunk_is_not_completed(tmp_path: Path) -> None:
     """Its first, a middle or its last chunk is not there: the receipt says so, nothing is stored in its place, and the edit can be stored
     again and is then served whole."""
