@@ -28,7 +28,7 @@ RETRY_LOAD_S = 60.0
 """A chunk whose load failed is not offered again for this long: each failure costs the request a recompute."""
 MAX_BAD = 1 << 16
 MAX_PUT_OFF = 3
-"""How often a request is put off because vLLM's own blocks hold other rows than the edit of its salt has now."""
+"""How often in a row a request is put off because vLLM's own blocks hold other rows than the edit of its salt has now."""
 MATCH_FIRST, MATCH_CHUNKS = (6, 12, 20, 32), 32
 """A worker that may begin early is told when so many chunks are known, then of so many at a time: the fewer they are, the sooner it begins,
 and their copies last until the next ones are known."""
@@ -81,7 +81,7 @@ class _Followed:
     end: TokenChunk | None = None  # the last chunk of its edit, as it was when the request was matched
     plain: list[TokenChunk] = field(default_factory=list)  # its chunks then, all hashed as token ids alone, as those of an edit are
     marked: int = 0  # of its blocks, the first so many are in _marks or were vLLM's own
-    put_off: int = 0  # times
+    put_off: int = 0  # times in a row
     loading: tuple[str, ...] = ()  # digests of the chunks of its last load
     computed: int = 0  # the furthest position ever scheduled: vLLM's own count is 0 while a request is preempted
     admitted: bool = False  # scheduled at least once, so the worker knows it
@@ -382,6 +382,7 @@ class SchedulerSide:
     def allocated(self, request: Any, external_tokens: int, blocks: Any = None) -> None:
         """vLLM gave the request ``blocks`` (its KVCacheBlocks); ``external_tokens`` of them are ours to fill."""
         followed = self._follow(request)
+        followed.put_off = 0
         if external_tokens > 0:
             followed.load = (followed.local, followed.local + external_tokens)
         elif followed.is_edit and not followed.local:

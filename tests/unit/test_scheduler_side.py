@@ -757,6 +757,7 @@ def test_a_request_is_not_put_off_for_ever():
     with_rows(own.rig, "two")
     own.pool.evict_blocks = lambda blocks: None
     assert [own.takes_up(second)[1] for _ in range(4)] == [None, None, None, 0] and bar_in(own, "second") == "edit-not-loaded"
+    assert [own.takes_up(second)[1] for _ in range(4)] == [None, None, None, 0], "counted anew once it was taken up"
 
 
 def test_blocks_of_a_load_that_failed_are_of_no_rows():
