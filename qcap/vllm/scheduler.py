@@ -27,7 +27,7 @@ _uids = itertools.count(1)  # of the process: two engines in it never use one nu
 RETRY_LOAD_S = 60.0
 """A chunk whose load failed is not offered again for this long: each failure costs the request a recompute."""
 MAX_BAD = 1 << 16
-MAX_PUT_OFF = 3
+MAX_PUT_OFF = 64
 """How often in a row a request is put off because vLLM's own blocks hold other rows than the edit of its salt has now."""
 MATCH_FIRST, MATCH_CHUNKS = (6, 12, 20, 32), 32
 """A worker that may begin early is told when so many chunks are known, then of so many at a time: the fewer they are, the sooner it begins,
@@ -134,7 +134,9 @@ class SchedulerSide:
         self._discards_counted = False  # by this engine, as async_tokens_to_discard of a request
         self._bad: dict[tuple[str, str], float] = {}  # (salt, digest) -> when a load of it failed
         self._in_place: dict[str, int] = {}  # salt of an edit -> the last step that computed something in its place
-        self._marks: dict[int, str] = {}  # block of a salted request -> the rows that what it holds follows from (TokenChunk.behind), or ""
+        self._edited: set[str] = set()  # salts under which an edit was seen
+        # Block of a salted request -> the rows that what it holds follows from (TokenChunk.behind), NO_EDIT, or "" if that is not known.
+        self._marks: dict[int, str] = {}
 
     # ---- edits --------------------------------------------------------------------------------------------------------------------
 
@@ -176,6 +178,8 @@ class SchedulerSide:
                     text = self._store().edit_of(others[there.index(True)]) if any(there) else None
                 if text is not None:
                     followed.edit, followed.edit_from = text, number
+                    if text:
+                        self._edited.add(followed.salt)
                     return bool(text)
         except QcapError:
             return True
@@ -235,20 +239,22 @@ class SchedulerSide:
         followed.end, followed.plain = end, chunks
 
     def _of_other_rows(self, followed: _Followed) -> set[int]:
-        """vLLM's own blocks that the request would go on from, and that hold, or follow from, other rows than its edit has now: they came
-        there after it had arrived."""
+        """vLLM's own blocks that the request would go on from, and that hold, or follow from, other rows than its edit has now (or from an
+        edit's at all, if it has none): they came there after it had arrived."""
         pool, end = self._block_pool, followed.end
-        if pool is None or end is None or not end.behind:
+        behind = NO_EDIT if not followed.is_edit else "" if end is None else end.behind
+        if pool is None or not behind:
             return set()
         hashes = followed.request.block_hashes[: followed.local // self._block_size]
         cached = (pool.get_cached_block(one, [self._group]) for one in hashes)
         found = {block.block_id for blocks in cached if blocks for block in blocks}
-        return {block for block in found if self._marks.get(block, "") != end.behind}
+        return {block for block in found if self._marks.get(block, behind if behind == NO_EDIT else "") != behind}
 
     def _mark(self, followed: _Followed, block_ids: Sequence[int]) -> None:
         """Note of which rows the blocks are that a salted request was given."""
         end = followed.end if followed.is_edit and not followed.bar else None
-        self._marks.update(dict.fromkeys(block_ids[followed.marked :], "" if end is None else end.behind))
+        mark = NO_EDIT if not followed.is_edit else "" if end is None else end.behind
+        self._marks.update(dict.fromkeys(block_ids[followed.marked :], mark))
         followed.marked = len(block_ids)
 
     def _computes_in_place(self, followed: _Followed, block_ids: Iterable[int], step: int) -> None:
@@ -311,18 +317,20 @@ class SchedulerSide:
         if policy == "off" or followed.skip or (policy == "salted" and not followed.salt) or request.request_id in self._load_failed:
             return 0
         limit = (len(request.all_token_ids) - 1) // self._block_size * self._block_size
-        if limit <= local_tokens and not followed.is_edit:
-            return 0
         try:
+            if followed.salt in self._edited and not followed.is_edit and self._of_other_rows(followed):
+                followed.is_edit = self._is_edit(followed)  # stored after the request had arrived, and in vLLM's own blocks since
             if followed.is_edit and followed.edit:
                 self._go_on_from_rows(followed)
-                if others := self._of_other_rows(followed):
-                    self._block_pool.evict_blocks(others)
-                    followed.put_off += 1
-                    if followed.put_off <= MAX_PUT_OFF:
-                        return None
-                    followed.bar = followed.bar or "edit-not-loaded"
-                    return 0
+            if followed.salt in self._edited and (others := self._of_other_rows(followed)):
+                self._block_pool.evict_blocks(others)
+                followed.put_off += 1
+                if followed.put_off <= MAX_PUT_OFF:
+                    return None
+                followed.bar = followed.bar or "edit-not-loaded"
+                return 0
+            if limit <= local_tokens and not followed.is_edit:
+                return 0
             stored = self._match(followed, local_tokens, limit)
             if followed.is_edit:
                 self._bar_half_edits(followed, stored, limit)
