@@ -461,8 +461,9 @@ class _Writer:
             rows = tensor[:, :, chunk.start : chunk.end].to("cpu").contiguous()
             hasher.update(rows.view(torch.uint8).numpy().data)
             hasher.update(self.positions[chunk.start : chunk.end].astype("<i8").tobytes())
-            before, now = hasher.hexdigest(), before
-            found.append(f"{now}.{before}")
+            after = hasher.hexdigest()
+            found.append(f"{before}.{after}")
+            before = after
         return found
 
     def _missing(self, tensor: torch.Tensor, todo: list[tuple[TokenChunk, int]]) -> list[tuple[TokenChunk, int]]:

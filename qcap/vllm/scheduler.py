@@ -8,6 +8,7 @@ import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from qcap.attribution import NO_EDIT, FinishedRequest, LoadRequest, RequestStep, Step, TokenUpdate, flatten, request_step, token_update
@@ -87,6 +88,12 @@ class _Followed:
     admitted: bool = False  # scheduled at least once, so the worker knows it
     arrived_in: int = -1  # the step that had been planned when it arrived, and what vLLM had cached under its salt was forgotten
     told_early: bool = False  # of its load; if there are no blocks for it then, copying in vain again and again would do no good
+
+    @property
+    def follows_from(self) -> str:
+        """The rows that what it computes follows from, as its edit's last chunk tells them (:attr:`TokenChunk.behind`): "" if they are not
+        known, NO_EDIT if there is no edit."""
+        return NO_EDIT if not self.is_edit else "" if self.end is None else self.end.behind
 
 
 class SchedulerSide:
@@ -225,24 +232,18 @@ class SchedulerSide:
 
     def _go_on_from_rows(self, followed: _Followed) -> None:
         """What is computed behind an edit is keyed by its rows too: chunks are hashed anew from the edit's last one on."""
-
-        def key_of(chunk: TokenChunk) -> ChunkKey:
-            return self._parts.keys(CacheKind.KV, chunk.digest, followed.salt)[0]
-
-        token_ids, before = followed.request.all_token_ids, followed.end
-        chunks = self._chunks(followed) if before is None else self._database.chunks(token_ids[:])
-        end = end_of_edit(self._store(), key_of, followed.edit, chunks)
-        behind = "" if end is None else end.behind
-        if followed.admitted and behind != ("" if before is None else before.behind):
-            followed.bar = followed.bar or "edit-not-loaded"  # the worker was told of other rows
+        token_ids, before = followed.request.all_token_ids, followed.follows_from
+        chunks = self._chunks(followed) if followed.end is None else self._database.chunks(token_ids[:])
+        end = end_of_edit(self._store(), partial(self._key, followed), followed.edit, chunks)
         followed.chunks = chunks if end is None else self._database.extend([*chunks[: end.index], end], token_ids)
         followed.end, followed.plain = end, chunks
+        if followed.admitted and followed.follows_from != before:
+            followed.bar = followed.bar or "edit-not-loaded"  # the worker was told of other rows
 
     def _of_other_rows(self, followed: _Followed) -> set[int]:
         """vLLM's own blocks that the request would go on from, and that hold, or follow from, other rows than its edit has now (or from an
         edit's at all, if it has none): they came there after it had arrived."""
-        pool, end = self._block_pool, followed.end
-        behind = NO_EDIT if not followed.is_edit else "" if end is None else end.behind
+        pool, behind = self._block_pool, followed.follows_from
         if pool is None or not behind:
             return set()
         hashes = followed.request.block_hashes[: followed.local // self._block_size]
@@ -252,8 +253,7 @@ class SchedulerSide:
 
     def _mark(self, followed: _Followed, block_ids: Sequence[int]) -> None:
         """Note of which rows the blocks are that a salted request was given."""
-        end = followed.end if followed.is_edit and not followed.bar else None
-        mark = NO_EDIT if not followed.is_edit else "" if end is None else end.behind
+        mark = "" if followed.is_edit and followed.bar else followed.follows_from
         self._marks.update(dict.fromkeys(block_ids[followed.marked :], mark))
         followed.marked = len(block_ids)
 
@@ -271,8 +271,11 @@ class SchedulerSide:
         """Whether ``chunk``, which is stored, is the edit's own: an engine may have filled the place of one that was lost."""
         if chunk.index in (followed.edit_from, None if followed.end is None else followed.end.index):
             return True
-        (key, *_) = self._parts.keys(CacheKind.KV, chunk.digest, followed.salt)
-        return self._store().edit_of(key) != ""
+        return self._store().edit_of(self._key(followed, chunk)) != ""
+
+    def _key(self, followed: _Followed, chunk: TokenChunk) -> ChunkKey:
+        """Of a chunk's keys and values, on rank 0."""
+        return self._parts.keys(CacheKind.KV, chunk.digest, followed.salt)[0]
 
     def _forgive(self, followed: _Followed) -> None:
         """A request ended. If it went on from the whole edit, loaded after loads of that edit had failed, later ones are believed again:
@@ -485,9 +488,7 @@ class SchedulerSide:
         followed.loading = tuple(c.digest for c in chunks)
         followed.loaded_in = self._number if start == 0 and 0 < followed.whole <= end else -1
         followed.loaded_at = len(followed.request.all_token_ids)
-        behind = NO_EDIT if followed.salt and not followed.is_edit else ""
-        if followed.end is not None and followed.end.index < len(chunks):  # else something of the edit is lost
-            behind = followed.end.behind
+        whole = followed.end is None or followed.end.index < len(chunks)  # else something of the edit is lost
         return LoadRequest(
             followed.uid,
             followed.request.request_id,
@@ -497,7 +498,7 @@ class SchedulerSide:
             tuple(followed.block_ids[: end // self._block_size]),
             followed.loading,
             tuple(followed.request.all_token_ids[: chunks[-1].end]),
-            behind,
+            followed.follows_from if followed.salt and whole else "",
         )
 
     def _resampled(self, preempted: Mapping[int, _Followed]) -> list[int]:
