@@ -1,12 +1,14 @@
 """Loads of chunks that lie in page-locked memory of this process: they are copied from where they lie. Nothing is fetched, no host memory
 is taken, no thread is used, and the engine's thread waits for nothing.
 
-A layer goes in parts, each through one of a few staging buffers on the device, so that the copy into one runs beside the scatter out of
-another::
+A layer goes in parts, each through one of a few staging buffers on the device, so that copies into some run beside what is computed out of
+others::
 
     load streams    wait until the buffer was scattered | copies into it, one a run of neighbouring chunks | event
-    pages stream    wait for that event | scatters to the pages | event: the buffer may be written again
-    compute         before layer i: waits for the event behind its last scatter
+    compute         before layer i: waits for the event behind its last copy | scatters to the pages | event: the buffers are free again
+
+The scatters are the compute stream's own. On a stream beside it they would take 5 % of an H200's link from the copies whenever compute has
+to wait for them (docs/performance.md), and they gain nothing there: a layer's take 70 us of memory traffic wherever they run.
 
 Copies come in the order in which layers need them. Two streams take :class:`~qcap.connectors.streams.Turns` at them, so that an engine's
 own small copies get through.
@@ -37,6 +39,8 @@ logger = logging.getLogger("qcap.layerwise")
 _PAUSE_S = 0.0005
 LEAST_SLOTS = 2
 """Buffers that copies which begin early leave to loads that have their pages."""
+PARTS_A_PART = 3
+"""Parts that are copied, if there is room, for each that is needed: until there is none, the link gets ahead of compute."""
 EARLY_LAYERS = 8
 """At most so many layers of what is known of a load are copied at once, early: the link has work until more of it is known."""
 EARLY_PARTS = 3
@@ -91,7 +95,7 @@ class RestingPipe:
         streams, connector: of the pages.
         staging_tokens: tokens that a buffer holds, rounded down to whole blocks, at least one.
         slots: buffers, at least two; more let more copies begin early. They are made here.
-        ahead: layers queued beyond the one that is about to be computed.
+        ahead: layers beyond the first one whose copies are queued at once when a step begins.
 
     Raises:
         ConfigError: ``ahead`` is negative, or there are too few buffers.
@@ -110,14 +114,12 @@ class RestingPipe:
         self._tokens = max(staging_tokens // connector.block_size, 1) * connector.block_size
         self._slots = [_Slot(connector.new_staging(self._tokens)) for _ in range(slots)]
         self._free = deque(self._slots)
-        self._events: list[Any] = [None] * (ahead + 1)  # behind a layer's scatters; compute waits for it before it is used again
-        self._before: Any = None  # behind what compute was given before the step
         self._cuts: list[_Cut] = []  # of the step's loads
         self._pending: deque[tuple[int, _Cut, int]] = deque()  # (layer, cut, part) to be copied, in the order in which they are needed
         self._leases: list[Lease] = []
         self._early: list[EarlyCopies] = []
-        self._queued = self._waited = 0  # layers
-        self._touched = False  # whether anything was ever copied
+        self._next = 0  # layer
+        self._copies = 0  # that were ever queued
         self._late: list[tuple[Any, list[Lease]]] = []
         self._lock = threading.Lock()  # over `_late`: who is short of memory polls from other threads
 
@@ -207,7 +209,10 @@ class RestingPipe:
 
     @torch.inference_mode()  # once a step and layer rather than once a copy
     def begin(self, spans: Sequence[RestingSpan]) -> None:
-        """Queue the first layers of all loads of a step. The leases are the pipe's from here on.
+        """Queue the copies of the first layers of all loads of a step. The leases are the pipe's from here on.
+
+        The current stream is the one that reads and writes these blocks, and did so before: what it was given for their former owners
+        comes first.
 
         Raises:
             StepOrderError: another step has not ended.
@@ -215,9 +220,9 @@ class RestingPipe:
         if self._cuts or self._leases:
             raise StepOrderError("begin() out of turn: another step's loads are under way; the steps are begin, layer(0) .., end")
         self.poll()
-        self.failure, self._queued, self._waited = None, 0, 0
+        self.failure, self._next = None, 0
         self._leases = [chunk.lease for span in spans for chunk in span.chunks]
-        streams, n = self._streams, self._connector.block_size
+        n = self._connector.block_size
         early = [(span.blocks, span.early) for span in spans if span.early is not None]
         others = [span for span in spans if span.early is None]
         layers = range(self._connector.num_layers)
@@ -234,12 +239,8 @@ class RestingPipe:
                     self._cuts += copies.cuts[1:]
             pieces = [piece for span in others for piece in self._pieces(span.chunks, span.skip, len(span.blocks) * n)]
             self._cuts.append(rest := _Cut(layers, self._parts(pieces)))
-            self._before = streams.record(streams.compute(), self._before)
-            # Blocks that this step was given may still be read or written by steps before it. Staging and chunks are not.
-            streams.wait(streams.pages, self._before)
-            with streams.on(streams.pages):
-                ids = [ids for ids, _ in early] + [span.blocks for span in others]
-                blocks = self._connector.prepare(list(chain.from_iterable(ids)))
+            ids = [ids for ids, _ in early] + [span.blocks for span in others]
+            blocks = self._connector.prepare(list(chain.from_iterable(ids)))
             first = 0
             for block_ids, copies in early:
                 for one in copies.cuts:
@@ -254,14 +255,13 @@ class RestingPipe:
                 for index in range(len(one.parts))
                 if (layer, index) not in one.copied
             )
-            for layer in range(min(self._ahead + 1, self._connector.num_layers)):
-                self._queue(layer)
+            self._stage((self._ahead + 1) * PARTS_A_PART * sum(len(one.parts) for one in self._cuts if 0 in one.layers))
         except Exception as error:
             self._fail(error)
 
     @torch.inference_mode()
     def layer(self, index: int) -> None:
-        """Layer ``index`` is about to be computed: the compute stream waits for it, and one more layer is queued. Nothing if there are no
+        """Layer ``index`` is about to be computed: what is queued on the current stream from here on sees its rows. Nothing if there are no
         loads, or they failed.
 
         Raises:
@@ -269,28 +269,21 @@ class RestingPipe:
         """
         if not self._cuts:
             return
-        if index != self._waited or index >= self._connector.num_layers:
-            raise StepOrderError(f"layer({index}) out of turn: next is layer({self._waited})")
+        if index != self._next or index >= self._connector.num_layers:
+            raise StepOrderError(f"layer({index}) out of turn: next is layer({self._next})")
         try:
-            self._streams.wait(self._streams.compute(), self._events[index % len(self._events)])
-            self._waited += 1
-            if self._queued < self._connector.num_layers:
-                self._queue(self._queued)
+            self._queue(index)
         except Exception as error:
             self._fail(error)
+        else:
+            self._next += 1
 
     def end(self) -> None:
-        """Nothing more is queued. What was queued and not waited for, compute waits for: its pages may get new owners. Twice is fine."""
+        """Nothing more is queued. Twice is fine."""
         for one in self._cuts:
             self._give_up(one)  # copied, and never needed
         self._cuts = []
         self._pending.clear()
-        try:
-            if self._waited < self._queued:
-                self._streams.wait(self._streams.compute(), self._events[(self._queued - 1) % len(self._events)])
-        except Exception as error:
-            self.failure = self.failure or error
-        self._waited = self._queued
         leases, self._leases = self._leases, []
         self._let_go(leases)
         self.poll()
@@ -311,49 +304,43 @@ class RestingPipe:
 
     def _queue(self, layer: int) -> None:
         """Queue the scatters of a layer, the copies that they need, and some of those that come next: the link shall never be idle."""
-        streams = self._streams
         left = [(one, index) for one in self._cuts if layer in one.layers for index in range(len(one.parts))]
-        further = 2 * len(left)
-        try:
-            while left:
-                self._stage(len(left))
-                here = [(one, index) for one, index in left if (layer, index) in one.copied]
-                if not here:
-                    raise RuntimeError("no staging buffer for a layer that is needed: its load is given up")
-                left = [place for place in left if place not in here] if len(here) < len(left) else []
-                with streams.on(streams.pages):
-                    for one, index in here:
-                        room = one.copied.pop((layer, index))
-                        try:
-                            self._write(room, layer, one.blocks[index])
-                        finally:
-                            self._let_in(room.slot)
-        finally:
-            place = layer % len(self._events)
-            self._events[place] = streams.record(streams.pages, self._events[place])
-            self._queued = layer + 1
-        if self._queued < self._connector.num_layers:
-            self._stage(further)
-        else:
-            leases, self._leases = self._leases, []
-            self._let_go(leases)
+        further = (PARTS_A_PART - 1) * len(left)
+        while left:
+            self._stage(len(left))
+            here = [(one, index) for one, index in left if (layer, index) in one.copied]
+            if not here:
+                raise RuntimeError("no staging buffer for a layer that is needed: its load is given up")
+            left = [place for place in left if place not in here] if len(here) < len(left) else []
+            last = max((one.copied[layer, index] for one, index in here), key=lambda room: room.number)
+            self._streams.wait(self._streams.compute(), last.copied)  # and so for all that were queued before it
+            for one, index in here:
+                room = one.copied.pop((layer, index))
+                try:
+                    self._write(room, layer, one.blocks[index])
+                finally:
+                    self._let_in(room.slot)
+        self._stage(further)
 
     def _stage(self, most: int) -> None:
         """Queue up to ``most`` of the copies that come next, as far as there are buffers.
 
         A layer's parts find some: all but two were given to layers behind it at most, and to those only early; and what is copied here is
-        copied in order.
+        copied in order. Memory of which nothing is left to be copied goes back when those copies are over.
         """
         while most and self._pending and self._free:
             layer, one, index = self._pending.popleft()
             one.copied[layer, index] = self._copy(one.parts[index], layer, self._free.popleft())
             most -= 1
+        if not self._pending:
+            leases, self._leases = self._leases, []
+            self._let_go(leases)
 
     def _copy(self, part: Part, layer: int, slot: _Slot, first: int = 0) -> _Room:
         """Queue the copies of one layer of ``part`` into a buffer, from element ``first`` on. What else is in the buffer has come there
         since it was last free."""
         streams, copy = self._streams, self._connector.copy
-        self._touched = True
+        self._copies += 1
         slot.used += 1
         try:
             load = self._turns.take(part.size * slot.buffer.element_size())
@@ -370,18 +357,17 @@ class RestingPipe:
         except BaseException:
             self._let_in(slot)
             raise
-        return _Room(slot, staged, copied)
+        return _Room(slot, staged, copied, self._copies)
 
     def _write(self, room: _Room, layer: int, blocks: Sequence[torch.Tensor]) -> None:
-        """Queue the scatters of a part that was copied, on the pages stream, which is current."""
+        """Queue the scatters of a part whose copies the compute stream, which is current, has waited for."""
         streams, slot = self._streams, room.slot
-        streams.wait(streams.pages, room.copied)
         slot.copied.append(room.copied)  # to be used again: who waits for it waits for what it stands for now
         try:
             for staged, ids in zip(room.staged, blocks, strict=True):
                 self._connector.write(layer, staged, ids)
         finally:
-            slot.free = streams.record(streams.pages, slot.free)
+            slot.free = streams.record(streams.compute(), slot.free)
 
     def _let_in(self, slot: _Slot) -> None:
         """One layer of a part less is in it."""
@@ -424,7 +410,7 @@ class RestingPipe:
         if not leases:
             return
         event: Any = None
-        if self._touched:
+        if self._copies:
             try:
                 event = self._streams.record(self._turns.current)
             except Exception:
@@ -463,11 +449,12 @@ class _Slot:
 
 
 class _Room(NamedTuple):
-    """Where one layer of a part is, once ``copied`` is over; and what of it is to be scattered."""
+    """Where one layer of a part is, once ``copied`` is over; what of it is to be scattered; and the how many-th copy it was."""
 
     slot: _Slot
     staged: Sequence[torch.Tensor]
     copied: Any
+    number: int
 
 
 class _Cut:
