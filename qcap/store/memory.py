@@ -1,7 +1,8 @@
 """``memory://``: chunks that never leave the process rest as tensors, and become files only if someone asks for their bytes.
 
 A chunk that comes with a lease (an engine's) stays in the memory that it came in, and is not even copied: in page-locked memory it is
-loaded again at the rate of the link. When that memory is wanted back, the oldest chunks move to ordinary memory, on threads of this tier.
+loaded again at the rate of the link. When that memory is wanted back, what was not loaded for longest moves to ordinary memory, on threads
+of this tier.
 A chunk without a lease is copied once, outside the interpreter's lock. There is no header and there are no checksums: they would cost the
 engine's own Python thread milliseconds a chunk, and guard against nothing, since the bytes are on no medium and on no wire.
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -130,7 +131,7 @@ class MemoryTier(ObjectTier):
         with _shelves_lock:
             self._shelf = _shelves.setdefault(name, _Shelf())
         self._bucket = memory_bucket(name)
-        self._lent: deque[_Chunk] = deque()  # those of this tier that came with a lease, oldest first
+        self._lent: OrderedDict[_Chunk, None] = OrderedDict()  # that came with a lease; last those that came or were loaded last
         self._stuck: list[_Chunk] = []  # and could not be moved
         self._movers: ThreadPoolExecutor | None = None
         self._moving = 0  # bytes
@@ -225,7 +226,12 @@ class MemoryTier(ObjectTier):
     def rest(self, header: chunkfile.ChunkHeader) -> Resting | None:
         """As :meth:`ObjectTier.rest`."""
         chunk = self._of(header)
-        return None if chunk is None else chunk.rest()
+        resting = None if chunk is None else chunk.rest()
+        if resting is not None and chunk is not None:
+            with self._moves_lock:
+                if chunk in self._lent:
+                    self._lent.move_to_end(chunk)
+        return resting
 
     def _of(self, header: chunkfile.ChunkHeader) -> _Chunk | None:
         chunk = self._shelf.chunks.get(object_path(header.record.key))
@@ -253,9 +259,9 @@ class MemoryTier(ObjectTier):
             before.let_go()
         if chunk.lent:
             with self._moves_lock:
-                while self._lent and not self._lent[0].lent:  # replaced or removed since
-                    self._lent.popleft()
-                self._lent.append(chunk)
+                while (oldest := next(iter(self._lent), None)) is not None and not oldest.lent:  # replaced or removed since
+                    del self._lent[oldest]
+                self._lent[chunk] = None
         return True
 
     def list_objects(self) -> Iterator[Entry]:
@@ -274,17 +280,19 @@ class MemoryTier(ObjectTier):
         return super().list_objects()
 
     def relieve(self, nbytes: int) -> bool:
-        """As :meth:`ObjectTier.relieve`: the oldest chunks move to ordinary memory, until ``nbytes`` are on their way."""
+        """As :meth:`ObjectTier.relieve`: the chunks that came or were loaded longest ago move to ordinary memory, until
+        ``nbytes`` are on their way."""
         with self._moves_lock:
             while self._lent and self._moving < nbytes:
-                chunk = self._lent.popleft()
+                chunk, _ = self._lent.popitem(last=False)
                 if not chunk.lent:
                     continue
                 try:
                     self._movers = self._movers or ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="qcap-rest")
                     self._movers.submit(self._move, chunk)
                 except RuntimeError as error:  # no more threads
-                    self._lent.appendleft(chunk)
+                    self._lent[chunk] = None
+                    self._lent.move_to_end(chunk, last=False)
                     often.warning("chunks stay in the memory that they came in: %s", error)
                     break
                 self._moving += chunk.nbytes
@@ -308,7 +316,7 @@ class MemoryTier(ObjectTier):
             movers.shutdown()
         with self._moves_lock:
             lent = [*self._stuck, *self._lent]
-            self._stuck, self._lent = [], deque()
+            self._stuck, self._lent = [], OrderedDict()
         problem: Exception | None = None
         for chunk in lent:
             try:

@@ -592,6 +592,21 @@ def test_memory_that_is_wanted_back_comes_back(backend) -> None:
     assert all(lease.returned == 1 for *_, lease, _ in lent) and not backend.relieve(1)
 
 
+def test_what_is_loaded_again_and_again_stays_where_it_lies(backend) -> None:
+    """A prefix that many prompts share came first, and would be the first to go."""
+    prefix = [lend(backend, index=i) for i in range(2)]
+    readers = [reader_of(backend, record) for record, *_ in prefix]
+    for i in range(2, 8):
+        other = lend(backend, index=i)
+        for reader in readers:
+            resting = reader.rest()
+            assert resting is not None, "it moved out, though it was loaded last"
+            resting.lease.release()
+        assert backend.relieve(other[1].nbytes)
+        until(lambda lease=other[2]: lease.returned)
+    assert [lease.returned for *_, lease, _ in prefix] == [0, 0]
+
+
 def test_who_reads_a_lent_chunk_keeps_it(backend) -> None:
     record, tensor, lease, _ = lend(backend)
     resting = reader_of(backend, record).rest()
