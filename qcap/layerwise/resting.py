@@ -5,10 +5,16 @@ A layer goes in parts, each through one of a few staging buffers on the device, 
 others::
 
     load streams    wait until the buffer was scattered | copies into it, one a run of neighbouring chunks | event
-    compute         before layer i: waits for the event behind its last copy | scatters to the pages | event: the buffers are free again
+    compute         before layer i: waits for the event behind its last copy | scatters to the pages | event: a buffer is free again
 
-The scatters are the compute stream's own. On a stream beside it they would take 5 % of an H200's link from the copies whenever compute has
-to wait for them (docs/performance.md), and they gain nothing there: a layer's take 70 us of memory traffic wherever they run.
+The scatters are the compute stream's own. On a stream beside it, and for which of torch's streams nobody can tell beforehand, they may
+take 5 % of an H200's link from the copies as long as compute has to wait for them (docs/performance.md). But then the copies get no
+further ahead of compute than there are buffers. So for a step of which not even two layers fit into them there is such a stream::
+
+    pages stream    wait for the event behind a part's last copy | scatters to the pages | event: the buffer is free again
+    compute         before layer i: waits for the event behind its last scatter
+
+and its scatters are some layers ahead of compute, whatever there is of buffers.
 
 Copies come in the order in which layers need them. Two streams take :class:`~qcap.connectors.streams.Turns` at them, so that an engine's
 own small copies get through.
@@ -95,7 +101,7 @@ class RestingPipe:
         streams, connector: of the pages.
         staging_tokens: tokens that a buffer holds, rounded down to whole blocks, at least one.
         slots: buffers, at least two; more let more copies begin early. They are made here.
-        ahead: layers beyond the first one whose copies are queued at once when a step begins.
+        ahead: layers queued beyond the one that is about to be computed: as far as there are buffers, or, on the pages stream, always.
 
     Raises:
         ConfigError: ``ahead`` is negative, or there are too few buffers.
@@ -118,7 +124,10 @@ class RestingPipe:
         self._pending: deque[tuple[int, _Cut, int]] = deque()  # (layer, cut, part) to be copied, in the order in which they are needed
         self._leases: list[Lease] = []
         self._early: list[EarlyCopies] = []
-        self._next = 0  # layer
+        self._aside = False  # whether the step's scatters are on the pages stream
+        self._events: list[Any] = [None] * (ahead + 1)  # behind a layer's scatters there; compute waits for it before it is used again
+        self._before: Any = None  # behind what compute was given before such a step
+        self._queued = self._next = 0  # layers
         self._copies = 0  # that were ever queued
         self._late: list[tuple[Any, list[Lease]]] = []
         self._lock = threading.Lock()  # over `_late`: who is short of memory polls from other threads
@@ -220,7 +229,7 @@ class RestingPipe:
         if self._cuts or self._leases:
             raise StepOrderError("begin() out of turn: another step's loads are under way; the steps are begin, layer(0) .., end")
         self.poll()
-        self.failure, self._next = None, 0
+        self.failure, self._queued, self._next = None, 0, 0
         self._leases = [chunk.lease for span in spans for chunk in span.chunks]
         n = self._connector.block_size
         early = [(span.blocks, span.early) for span in spans if span.early is not None]
@@ -255,7 +264,15 @@ class RestingPipe:
                 for index in range(len(one.parts))
                 if (layer, index) not in one.copied
             )
-            self._stage((self._ahead + 1) * PARTS_A_PART * sum(len(one.parts) for one in self._cuts if 0 in one.layers))
+            self._aside = 2 * sum(len(one.parts) for one in self._cuts if layers[-1] in one.layers) > len(self._slots)
+            if self._aside:
+                # Blocks that this step was given may still be read or written by steps before it. Staging and chunks are not.
+                self._before = self._streams.record(self._streams.compute(), self._before)
+                self._streams.wait(self._streams.pages, self._before)
+                for layer in layers[: self._ahead + 1]:
+                    self._queue(layer)
+            else:
+                self._stage((self._ahead + 1) * PARTS_A_PART * sum(len(one.parts) for one in self._cuts if 0 in one.layers))
         except Exception as error:
             self._fail(error)
 
@@ -272,18 +289,27 @@ class RestingPipe:
         if index != self._next or index >= self._connector.num_layers:
             raise StepOrderError(f"layer({index}) out of turn: next is layer({self._next})")
         try:
-            self._queue(index)
+            if self._aside:
+                self._streams.wait(self._streams.compute(), self._events[index % len(self._events)])
+            self._next += 1
+            if self._queued < (min(index + self._ahead + 2, self._connector.num_layers) if self._aside else self._next):
+                self._queue(self._queued)
         except Exception as error:
             self._fail(error)
-        else:
-            self._next += 1
 
     def end(self) -> None:
-        """Nothing more is queued. Twice is fine."""
+        """Nothing more is queued. What the pages stream was given and compute did not wait for, it waits for now: its pages may get new
+        owners. Twice is fine."""
+        try:
+            if self._aside and self._next < self._queued:
+                self._streams.wait(self._streams.compute(), self._events[(self._queued - 1) % len(self._events)])
+        except Exception as error:
+            self.failure = self.failure or error
         for one in self._cuts:
             self._give_up(one)  # copied, and never needed
-        self._cuts = []
+        self._cuts = []  # and with them the block ids: compute, whose memory they are, is behind who read them
         self._pending.clear()
+        self._next = self._queued
         leases, self._leases = self._leases, []
         self._let_go(leases)
         self.poll()
@@ -304,22 +330,33 @@ class RestingPipe:
 
     def _queue(self, layer: int) -> None:
         """Queue the scatters of a layer, the copies that they need, and some of those that come next: the link shall never be idle."""
+        streams = self._streams
+        stream = streams.pages if self._aside else streams.compute()
         left = [(one, index) for one in self._cuts if layer in one.layers for index in range(len(one.parts))]
         further = (PARTS_A_PART - 1) * len(left)
-        while left:
-            self._stage(len(left))
-            here = [(one, index) for one, index in left if (layer, index) in one.copied]
-            if not here:
-                raise RuntimeError("no staging buffer for a layer that is needed: its load is given up")
-            left = [place for place in left if place not in here] if len(here) < len(left) else []
-            last = max((one.copied[layer, index] for one, index in here), key=lambda room: room.number)
-            self._streams.wait(self._streams.compute(), last.copied)  # and so for all that were queued before it
-            for one, index in here:
-                room = one.copied.pop((layer, index))
-                try:
-                    self._write(room, layer, one.blocks[index])
-                finally:
-                    self._let_in(room.slot)
+        try:
+            while left:
+                self._stage(len(left))
+                here = [(one, index) for one, index in left if (layer, index) in one.copied]
+                if not here:
+                    raise RuntimeError("no staging buffer for a layer that is needed: its load is given up")
+                left = [place for place in left if place not in here] if len(here) < len(left) else []
+                if not self._aside:  # for the last of them, and so for all that were queued before it
+                    streams.wait(stream, max((one.copied[layer, index] for one, index in here), key=lambda room: room.number).copied)
+                with streams.on(stream):
+                    for one, index in here:
+                        room = one.copied.pop((layer, index))
+                        try:
+                            if self._aside:  # one by one: a buffer that is free again is filled while the next part comes
+                                streams.wait(stream, room.copied)
+                            self._write(room, layer, one.blocks[index], stream)
+                        finally:
+                            self._let_in(room.slot)
+        finally:
+            if self._aside:
+                place = layer % len(self._events)
+                self._events[place] = streams.record(stream, self._events[place])
+            self._queued = layer + 1
         self._stage(further)
 
     def _stage(self, most: int) -> None:
@@ -359,15 +396,15 @@ class RestingPipe:
             raise
         return _Room(slot, staged, copied, self._copies)
 
-    def _write(self, room: _Room, layer: int, blocks: Sequence[torch.Tensor]) -> None:
-        """Queue the scatters of a part whose copies the compute stream, which is current, has waited for."""
-        streams, slot = self._streams, room.slot
+    def _write(self, room: _Room, layer: int, blocks: Sequence[torch.Tensor], stream: Any) -> None:
+        """Queue the scatters of a part on ``stream``, which is current and waits for its copies."""
+        slot = room.slot
         slot.copied.append(room.copied)  # to be used again: who waits for it waits for what it stands for now
         try:
             for staged, ids in zip(room.staged, blocks, strict=True):
                 self._connector.write(layer, staged, ids)
         finally:
-            slot.free = streams.record(streams.compute(), slot.free)
+            slot.free = self._streams.record(stream, slot.free)
 
     def _let_in(self, slot: _Slot) -> None:
         """One layer of a part less is in it."""

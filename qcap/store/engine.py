@@ -320,6 +320,10 @@ class StoreEngine:
         """See :data:`COUNTERS`."""
         return self._counts.snapshot()
 
+    def loaded(self, keys: Sequence[ChunkKey]) -> None:
+        """See :class:`Backend`."""
+        self._tier.loaded(keys)
+
     def relieve(self, nbytes: int) -> bool:
         """See :class:`Backend`."""
         return self._tier.relieve(nbytes)

@@ -1,8 +1,8 @@
 """``memory://``: chunks that never leave the process rest as tensors, and become files only if someone asks for their bytes.
 
 A chunk that comes with a lease (an engine's) stays in the memory that it came in, and is not even copied: in page-locked memory it is
-loaded again at the rate of the link. When that memory is wanted back, what was not loaded for longest moves to ordinary memory, on threads
-of this tier.
+loaded again at the rate of the link. When that memory is wanted back, what no engine has loaded for longest moves to ordinary memory, on
+threads of this tier.
 A chunk without a lease is copied once, outside the interpreter's lock. There is no header and there are no checksums: they would cost the
 engine's own Python thread milliseconds a chunk, and guard against nothing, since the bytes are on no medium and on no wire.
 
@@ -16,7 +16,7 @@ import logging
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -33,6 +33,41 @@ from qcap.tokens import ChunkKey, ChunkRecord
 often = RateLimitedLog(logging.getLogger("qcap.store"))
 
 
+class _Order:
+    """Chunks in lent memory of one tier; those that came or were loaded last are last."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._chunks: OrderedDict[_Chunk, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def add(self, chunk: _Chunk, *, last: bool = True) -> None:
+        """If its memory is still lent."""
+        chunk.order = self
+        with self._lock:
+            if chunk.lent:
+                self._chunks[chunk] = None
+                self._chunks.move_to_end(chunk, last=last)
+
+    def touch(self, chunk: _Chunk) -> None:
+        """It was loaded."""
+        with self._lock:
+            if chunk in self._chunks:  # not on its way out
+                self._chunks.move_to_end(chunk)
+
+    def drop(self, chunk: _Chunk) -> None:
+        """It is not there any more."""
+        with self._lock:
+            self._chunks.pop(chunk, None)
+
+    def pop(self) -> _Chunk | None:
+        """The first."""
+        with self._lock:
+            return self._chunks.popitem(last=False)[0] if self._chunks else None
+
+
 class _Chunk:
     """A chunk as a tensor ``[planes, L, CH, H]``, perhaps in lent memory. ``header`` has no checksums and stands for this very chunk.
 
@@ -46,6 +81,7 @@ class _Chunk:
         self._tensor: torch.Tensor | None = tensor
         self._lease = lease
         self.nbytes = tensor.nbytes
+        self.order: _Order | None = None
 
     @property
     def lent(self) -> bool:
@@ -93,6 +129,8 @@ class _Chunk:
         """Nobody looks for it any more; who reads it goes on reading."""
         with self._lock:
             lease, self._tensor, self._lease = self._lease, None, None
+        if self.order is not None:
+            self.order.drop(self)
         if lease is not None:
             lease.release()
 
@@ -131,7 +169,7 @@ class MemoryTier(ObjectTier):
         with _shelves_lock:
             self._shelf = _shelves.setdefault(name, _Shelf())
         self._bucket = memory_bucket(name)
-        self._lent: OrderedDict[_Chunk, None] = OrderedDict()  # that came with a lease; last those that came or were loaded last
+        self._lent = _Order()
         self._stuck: list[_Chunk] = []  # and could not be moved
         self._movers: ThreadPoolExecutor | None = None
         self._moving = 0  # bytes
@@ -226,12 +264,15 @@ class MemoryTier(ObjectTier):
     def rest(self, header: chunkfile.ChunkHeader) -> Resting | None:
         """As :meth:`ObjectTier.rest`."""
         chunk = self._of(header)
-        resting = None if chunk is None else chunk.rest()
-        if resting is not None and chunk is not None:
-            with self._moves_lock:
-                if chunk in self._lent:
-                    self._lent.move_to_end(chunk)
-        return resting
+        return None if chunk is None else chunk.rest()
+
+    def loaded(self, keys: Sequence[ChunkKey]) -> None:
+        """As :meth:`ObjectTier.loaded`. Of one load the last chunk goes first: what others share with it is in front."""
+        shelf = self._shelf
+        for key in reversed(keys):
+            chunk = shelf.chunks.get(shelf.paths.get(key, ""))
+            if chunk is not None and chunk.order is not None:
+                chunk.order.touch(chunk)
 
     def _of(self, header: chunkfile.ChunkHeader) -> _Chunk | None:
         chunk = self._shelf.chunks.get(object_path(header.record.key))
@@ -258,10 +299,7 @@ class MemoryTier(ObjectTier):
         if before is not None:
             before.let_go()
         if chunk.lent:
-            with self._moves_lock:
-                while (oldest := next(iter(self._lent), None)) is not None and not oldest.lent:  # replaced or removed since
-                    del self._lent[oldest]
-                self._lent[chunk] = None
+            self._lent.add(chunk)
         return True
 
     def list_objects(self) -> Iterator[Entry]:
@@ -280,19 +318,17 @@ class MemoryTier(ObjectTier):
         return super().list_objects()
 
     def relieve(self, nbytes: int) -> bool:
-        """As :meth:`ObjectTier.relieve`: the chunks that came or were loaded longest ago move to ordinary memory, until
-        ``nbytes`` are on their way."""
+        """As :meth:`ObjectTier.relieve`: chunks move to ordinary memory, those first that came or were loaded longest ago, until ``nbytes``
+        are on their way."""
         with self._moves_lock:
-            while self._lent and self._moving < nbytes:
-                chunk, _ = self._lent.popitem(last=False)
+            while self._moving < nbytes and (chunk := self._lent.pop()) is not None:
                 if not chunk.lent:
                     continue
                 try:
                     self._movers = self._movers or ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="qcap-rest")
                     self._movers.submit(self._move, chunk)
                 except RuntimeError as error:  # no more threads
-                    self._lent[chunk] = None
-                    self._lent.move_to_end(chunk, last=False)
+                    self._lent.add(chunk, last=False)
                     often.warning("chunks stay in the memory that they came in: %s", error)
                     break
                 self._moving += chunk.nbytes
@@ -315,8 +351,9 @@ class MemoryTier(ObjectTier):
         if movers is not None:
             movers.shutdown()
         with self._moves_lock:
-            lent = [*self._stuck, *self._lent]
-            self._stuck, self._lent = [], OrderedDict()
+            lent, self._stuck = self._stuck, []
+            while (chunk := self._lent.pop()) is not None:
+                lent.append(chunk)
         problem: Exception | None = None
         for chunk in lent:
             try:

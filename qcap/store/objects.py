@@ -215,6 +215,9 @@ class ObjectTier:
         """The chunk that ``header`` is of, where it lies in page-locked memory of this process: see :meth:`LayerReader.rest`."""
         return None
 
+    def loaded(self, keys: Sequence[ChunkKey]) -> None:
+        """An engine has loaded these, in the order of a sequence."""
+
     def relieve(self, nbytes: int) -> bool:
         """Memory that came under leases is wanted back: see to it that ``nbytes`` of it are on their way. Whether anything is."""
         return False

@@ -213,6 +213,10 @@ class Backend(Protocol):
     def poll(self) -> int:
         """Chunks and receipts queued and not yet done."""
 
+    def loaded(self, keys: Sequence[ChunkKey]) -> None:
+        """An engine has loaded these chunks, in the order of a sequence. Of what lies in memory that may be wanted back, they are to stay
+        longest, the first ones above all. Returns at once."""
+
     def relieve(self, nbytes: int) -> bool:
         """Memory that was given under leases is wanted back: ``nbytes`` of it are put on their way, if so many are held; returns at once.
 

@@ -345,6 +345,10 @@ class LayerLoads:
             good = [0] * len(entries)
             logger.error("the ranks cannot be asked about their loads: %s", error)
         other = QcapError("another rank could not load these chunks")
+        if self._backend.keeps_leases:
+            for entry in entries:
+                if entry.problem is None:
+                    self._backend.loaded([record.key for record in entry.records])
         return [
             LoadOutcome(
                 entry.load,

@@ -93,6 +93,9 @@ class Store:
         self.objects: dict[Any, Reader] = {}
         self.leases: list[Lease] = []
 
+    def loaded(self, keys: Any) -> None:
+        pass
+
     def open_layers(self, key: Any) -> Reader | None:
         return self.objects.get(key)
 

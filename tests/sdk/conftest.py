@@ -100,6 +100,9 @@ class FakeBackend:
     def poll(self):
         return 0
 
+    def loaded(self, keys):
+        pass
+
     def relieve(self, nbytes):
         return False
 

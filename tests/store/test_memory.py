@@ -592,19 +592,59 @@ def test_memory_that_is_wanted_back_comes_back(backend) -> None:
     assert all(lease.returned == 1 for *_, lease, _ in lent) and not backend.relieve(1)
 
 
-def test_what_is_loaded_again_and_again_stays_where_it_lies(backend) -> None:
+@pytest.mark.parametrize("own", [True, False], ids=["its own engine", "another engine"])
+def test_what_is_loaded_again_and_again_stays_where_it_lies(name, backend, own) -> None:
     """A prefix that many prompts share came first, and would be the first to go."""
+    engine = backend if own else open_backend(f"memory://{name}")
     prefix = [lend(backend, index=i) for i in range(2)]
-    readers = [reader_of(backend, record) for record, *_ in prefix]
     for i in range(2, 8):
         other = lend(backend, index=i)
-        for reader in readers:
-            resting = reader.rest()
-            assert resting is not None, "it moved out, though it was loaded last"
-            resting.lease.release()
+        engine.loaded([record.key for record, *_ in prefix])
         assert backend.relieve(other[1].nbytes)
         until(lambda lease=other[2]: lease.returned)
     assert [lease.returned for *_, lease, _ in prefix] == [0, 0]
+    engine.close()
+
+
+def test_the_beginning_of_a_sequence_stays_longest(backend) -> None:
+    """Whoever shares any of it needs that."""
+    lent = [lend(backend, index=i) for i in range(4)]
+    backend.loaded([record.key for record, *_ in lent[:3]])
+    for lease in [lease for *_, lease, _ in reversed(lent)]:
+        assert not lease.returned
+        assert backend.relieve(1)
+        until(lambda lease=lease: lease.returned)
+
+
+def test_chunks_on_their_way_out_or_gone_are_not_kept_in_line(tier, backend) -> None:
+    first, second = lend(backend, index=0), lend(backend, index=1)
+    resting = reader_of(backend, first[0]).rest()
+    assert backend.relieve(1)  # it moves, while its old memory is read
+    until(lambda: reader_of(backend, first[0]).rest() is None)
+    backend.loaded([first[0].key, second[0].key, chunk(9)[0].key])
+    assert len(backend._tier._lent) == 1
+    resting.lease.release()
+    for _ in range(20):
+        lend(backend, index=1, overwrite=True)
+    assert len(backend._tier._lent) == 1
+    tier.delete(second[0].key)
+    lend(backend, index=3)
+    assert len(list(backend._tier.list_objects())) == 2 and len(backend._tier._lent) == 0
+
+
+def test_a_chunk_that_cannot_be_moved_for_want_of_threads_is_the_next(backend, monkeypatch) -> None:
+    lent = [lend(backend, index=i) for i in range(3)]
+
+    class NoThreads:
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(memory, "ThreadPoolExecutor", NoThreads)
+        assert not backend.relieve(1)
+    assert backend.relieve(1)
+    until(lambda: lent[0][2].returned)
+    assert [lease.returned for *_, lease, _ in lent] == [1, 0, 0]
 
 
 def test_who_reads_a_lent_chunk_keeps_it(backend) -> None:

@@ -176,6 +176,9 @@ class RecordingBackend:
                 self._pending -= 1
                 self._lock.notify_all()
 
+    def loaded(self, keys) -> None:
+        pass
+
     def relieve(self, nbytes: int) -> bool:
         given = 0
         while self._kept and given < nbytes:

@@ -62,12 +62,12 @@ class SimEvent:
 class SimStreams:
     """Streams as queues. Work is done when :meth:`step` or :meth:`run` says, in a random order that waits and streams allow."""
 
-    load, load_twin, store = "load", "load twin", "store"
+    load, load_twin, store, pages = "load", "load twin", "store", "pages"
 
     def __init__(self, seed: int = 0) -> None:
         self.rng = random.Random(seed)
         self.trace: list[tuple[object, ...]] = []
-        self.queues: dict[str, deque[tuple[str, object]]] = {name: deque() for name in ("compute", "load", "load twin", "store")}
+        self.queues: dict[str, deque[tuple[str, object]]] = {name: deque() for name in ("compute", "load", "load twin", "store", "pages")}
         self.busy_while_asked = True
         self.slow: str | None = None  # a stream that goes on only when no other one can
         self._here = threading.local()
