@@ -329,7 +329,7 @@ def verify(
                 "broken_edits": [
                     {"salt": e.salt, "model": e.model, "kind": e.kind, "reason": e.reason} for e in report.broken_edits
                 ],
-                "stale_staging": report.stale_staging,
+                "unlisted": report.unlisted, "stale_staging": report.stale_staging,
             }
         )  # fmt: skip
     else:
@@ -339,12 +339,16 @@ def verify(
         if report.broken_edits:
             rows = [(e.salt, e.kind, e.reason) for e in report.broken_edits]
             _print_table(console, "edits that are not whole", ("salt", "kind", "why"), rows)
+        for name, count in report.unlisted.items():
+            text = f"{count} objects of {name} have no manifest, so nothing can connect to them: an engine of that model writes it again."
+            console.print(Text(text), soft_wrap=True)
         if report.stale_staging:
             console.print(f"{len(report.stale_staging)} files under staging/ were left by killed processes; they are safe to remove.")
         what = f"{report.objects} objects ({_size(report.nbytes)}), {report.manifests} manifests, {report.sequences} receipts"
         if not report.empty:
             wrong = [f"{len(report.bad)} bad"] if report.bad else []
             wrong += [f"{len(report.broken_edits)} edits not whole"] if report.broken_edits else []
+            wrong += [f"{sum(report.unlisted.values())} without a manifest"] if report.unlisted else []
             console.print(Text(f"{what}: " + (", ".join(wrong) or "all sound")), soft_wrap=True)
     if report.empty and (nothing := nothing_at(url)):
         Console(stderr=as_json).print(Text(nothing.reason), soft_wrap=True)

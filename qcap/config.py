@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 import threading
 from collections.abc import Mapping
@@ -148,6 +149,11 @@ class CaptureConfig:
             if key in extra and extra[key] is not None:
                 values[field] = parse(key, extra[key])
         config = cls(**values)
+        if all(extra.get(f"qcap.q.{name}") is not None for name in ("ring_bytes", "ring_blocks")):
+            raise ConfigError(
+                "qcap.q.ring_bytes and qcap.q.ring_blocks are both set: the first bounds a streaming ring, the second makes a resident "
+                "one. Leave one out"
+            )
         if config.blending:
             raise ConfigError("qcap.blending: the model of no engine recomputes between cached segments yet: set it to false")
         if not config.kv and not config.query and config.load == "off":
@@ -162,14 +168,22 @@ def _at_least(minimum: int):  # type: ignore[no-untyped-def]
     return lambda key, value: parse_int(key, value, minimum)
 
 
+def _url(key: str, value: Any) -> str:
+    if not isinstance(value, str | os.PathLike) or str(value).strip() not in ("", str(value)):
+        raise ConfigError(f"{key} must be a URL or a folder without blanks around it, like 'file:///data/captures', got {value!r}")
+    return str(value)
+
+
 def _name(key: str, value: Any) -> str:
     if not str(value).strip() or "\0" in str(value):
         raise ConfigError(f"{key} must be a name that chunks are stored under, got {value!r}: leave it out to take the engine's own")
+    if str(value).endswith("##query"):
+        raise ConfigError(f"{key} must not end in '##query', which names the queries of a model, got {value!r}")
     return str(value)
 
 
 _PARSERS: dict[str, tuple[str, Any]] = {
-    "qcap.store": ("store", lambda key, value: str(value)),
+    "qcap.store": ("store", _url),
     "qcap.transfer_intermediate_tensors": ("query", parse_bool),
     "qcap.kv": ("kv", parse_bool),
     "qcap.chunk_size": ("chunk_size", _at_least(1)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from urllib.parse import quote, unquote
@@ -45,7 +45,10 @@ def as_token_array(tokens: TokenIds) -> np.ndarray:
     if array.size == 0:
         return np.empty(0, dtype=np.uint32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise TokenError(f"token ids must be a flat sequence of integers, got shape {array.shape} of {array.dtype}")
+        got = f"shape {array.shape} of {array.dtype}" if array.dtype.kind != "O" else type(tokens).__name__
+        hint = ": give one sequence, [0] of it" if array.ndim == 2 and len(array) == 1 else ""
+        hint = ": of a tokenizer's output, give input_ids" if isinstance(tokens, Mapping) else hint
+        raise TokenError(f"token ids must be a flat sequence of integers, got {got}{hint}")
     if int(array.min()) < 0 or int(array.max()) >= 2**32:
         raise TokenError(f"token ids must lie in [0, 2**32), got {int(array.min())}..{int(array.max())}")
     return np.ascontiguousarray(array, dtype=np.uint32)

@@ -8,11 +8,12 @@ import torch
 
 from qcap.backends import open_backend
 from qcap.config import parse_seconds
-from qcap.errors import ConfigError, ModelNotFound
+from qcap.errors import ConfigError, ModelNotFound, QcapError
 from qcap.geometry import Geometry, dtype_name, parse_dtype
 from qcap.kinds import CacheKind
 from qcap.sdk.context import CacheContext
 from qcap.store.tiers import Backend
+from qcap.store.verify import Nothing, nothing_at
 
 Manifest = tuple[Geometry, tuple[CacheKind, ...], dict[str, str]]
 
@@ -72,6 +73,17 @@ def _pick(
     """The one manifest that is meant."""
     manifests: Sequence[Manifest] = backend.manifests()
     if not manifests:
+        try:
+            nothing = nothing_at(url)
+        except QcapError:  # nor is there more to say
+            nothing = Nothing(True, "")
+        if nothing is None:
+            raise ModelNotFound(
+                f"{url} has objects or receipts, but no manifest that says what they are of (models/ was removed?): "
+                "an engine that is started with this store writes it again"
+            )
+        if not nothing.exists:
+            raise ModelNotFound(f"{nothing.reason}. Check that the URL is the one that the engine was given")
         raise ModelNotFound(
             f"{url} holds no capture yet: run the engine with kv_transfer_config=qcap.vllm.transfer_config({url!r}) first, "
             "and check that the URL is the one the engine was given"

@@ -101,7 +101,13 @@ def as_index(index: Index, tokens: int, layers: int, kv_heads: int) -> torch.Ten
     Raises:
         TokenError: empty, out of range, not strictly increasing, or of the wrong shape or dtype.
     """
-    at = torch.as_tensor(index).detach().cpu()
+    try:
+        at = torch.as_tensor(index).detach().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise TokenError(
+            f"an index must be integers or a bool mask, in a list, an array or a tensor, got {type(index).__name__}: "
+            "for a slice, range(start, stop)"
+        ) from None
     if at.dtype == torch.bool:
         if at.shape != (tokens,):
             raise TokenError(f"a mask must be bool [T] = [{tokens}], got {tuple(at.shape)}; for a choice per layer and head give an index")

@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +29,7 @@ import numpy as np
 import torch
 from blake3 import blake3
 
-from qcap.errors import ObjectCorrupt, StoreError
+from qcap.errors import GeometryMismatch, ObjectCorrupt, StoreError
 from qcap.geometry import Geometry
 from qcap.kinds import CacheKind
 from qcap.store import chunkfile
@@ -35,10 +37,16 @@ from qcap.store.buckets import STAGING, Bucket, Entry, Reader, Staged
 from qcap.store.tiers import Lease, LoadedChunk, Resting, SequenceRecord
 from qcap.tokens import ChunkKey, ChunkRecord
 
+logger = logging.getLogger("qcap.store")
+
 OBJECTS, MODELS, SEQUENCES = "objects", "models", "sequences"
 HEAD_BYTES = 64 << 10
 """What is asked for where only a header is wanted; a longer one costs a second request."""
 JSON_FORMAT = 1
+NUMERICS = "numerics"
+"""In a manifest's ``engine``: JSON of what, beside weights and geometry, an engine's rows depend on."""
+LOOK_S = 30.0
+"""How often a store that it takes a round trip to ask is asked whether its manifests are still there."""
 _OBJECT_PATH = re.compile(r"objects/([0-9a-f]{2})/(\1[0-9a-f]{62})\.safetensors")
 
 
@@ -97,6 +105,8 @@ class ObjectTier:
     def __init__(self, bucket: Bucket, url: str) -> None:
         self.bucket = bucket
         self.url = url
+        self._own_manifests: dict[str, bytes] = {}  # that this tier has put, by path
+        self._looked_at = 0.0  # when they were last looked for
 
     @property
     def cheap_exists(self) -> bool:
@@ -239,22 +249,42 @@ class ObjectTier:
         """Publish a manifest a kind, unless it is there. See :meth:`Backend.put_manifest`.
 
         Raises:
-            GeometryMismatch: the store holds another geometry under this model name, chunk size, dtype and tensor-parallel size.
+            GeometryMismatch: the store holds another geometry under this model name, chunk size, dtype and tensor-parallel size, or what
+                another configuration of the model computed.
         """
         geometry = geometry.for_rank(0)
         base = _manifest_base(geometry)
         for other in CacheKind:
-            self._check_manifest(f"{base}.{other.value}.json", geometry)
+            self._check_manifest(f"{base}.{other.value}.json", geometry, engine)
         for kind in kinds:
             document = {"format": JSON_FORMAT, "kind": kind.value, "geometry": geometry.to_dict(), "engine": engine}
-            path = f"{base}.{kind.value}.json"
-            if not self.bucket.stage([json.dumps(document, indent=1).encode()]).publish(path):
-                self._check_manifest(path, geometry)  # another process was first
+            path, data = f"{base}.{kind.value}.json", json.dumps(document, indent=1).encode()
+            if not self.bucket.stage([data]).publish(path):
+                self._check_manifest(path, geometry, engine)  # another process was first
+            self._own_manifests[path] = data
+        self._looked_at = time.monotonic()
 
-    def _check_manifest(self, path: str, geometry: Geometry) -> None:
+    def _check_manifest(self, path: str, geometry: Geometry, engine: dict[str, str]) -> None:
         found = self.read_manifest(path)
-        if found is not None:
-            geometry.check_same(found[0], f"what the store {self.url} already holds of this model")
+        if found is None:
+            return
+        held = f"what the store {self.url} already holds of this model"
+        try:
+            geometry.check_same(found[0], held)
+            check_numerics(engine.get(NUMERICS, ""), found[2].get(NUMERICS, ""), held)
+        except GeometryMismatch as error:
+            raise GeometryMismatch(
+                f"{error}. Give another store, or model_name= (qcap.model_name) to keep both apart in this one"
+            ) from None
+
+    def _manifests_again(self) -> None:
+        """Who emptied the store while it is in use took them along, and without them nobody can read what is written from now on."""
+        if not self.cheap_exists and time.monotonic() - self._looked_at < LOOK_S:
+            return
+        self._looked_at = time.monotonic()
+        for path, data in self._own_manifests.items():
+            if not self.bucket.exists(path) and self.bucket.stage([data]).publish(path):
+                logger.warning("%s: the manifest %s was gone, and is written again: was the store emptied?", self.url, path)
 
     def read_manifest(self, path: str) -> tuple[Geometry, CacheKind, dict[str, str]] | None:
         """One manifest; None if it is not there. Raises ``ObjectCorrupt``."""
@@ -288,7 +318,8 @@ class ObjectTier:
     # -- receipts
 
     def put_sequence(self, record: SequenceRecord) -> None:
-        """Publish a receipt."""
+        """Publish a receipt, and the manifests again if they are gone."""
+        self._manifests_again()
         body = msgspec.json.encode(record)
         name = f"{slug(record.engine_id, 24)}-{slug(record.request_id, 64)}-{blake3(body).hexdigest()[:16]}"
         data = b'{"format":%d,"sequence":%s}' % (JSON_FORMAT, body)
@@ -344,6 +375,20 @@ class ObjectTier:
         finally:
             if reader is not None:
                 reader.close()
+
+
+def check_numerics(mine: str, theirs: str, what: str) -> None:
+    """Raise ``GeometryMismatch`` if two engines, each as its manifest's ``numerics`` says, compute different rows of the same tokens.
+    What only one of them says is not compared."""
+    here, there = (json.loads(text) if text else {} for text in (mine, theirs))
+    differing = [f"{name}: {here[name]!r} here, {there[name]!r} there" for name in here if name in there and here[name] != there[name]]
+    if differing:
+        raise GeometryMismatch(f"{what} was computed by another configuration of it: " + "; ".join(differing))
+
+
+def manifest_path(geometry: Geometry, kind: CacheKind) -> str:
+    """Of what a rank of that geometry stores."""
+    return f"{_manifest_base(geometry.for_rank(0))}.{kind.value}.json"
 
 
 def _manifest_base(geometry: Geometry) -> str:

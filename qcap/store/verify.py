@@ -10,7 +10,7 @@ from typing import NamedTuple
 from qcap.errors import ObjectCorrupt
 from qcap.store.buckets import LocalBucket
 from qcap.store.extents import MARK_CHARS, extent_of
-from qcap.store.objects import ObjectTier, is_object_path
+from qcap.store.objects import ObjectTier, is_object_path, manifest_path
 from qcap.store.tiers import LoadedChunk
 from qcap.store.urls import open_tier
 
@@ -51,6 +51,7 @@ class VerifyReport:
         manifests, sequences: files of each sort, good and bad.
         bad: files that do not verify, of any sort.
         broken_edits: edits that are not whole; a bad object counts as not there. One that is being stored right now looks like this too.
+        unlisted: "model, kind" -> how many sound objects of it have no manifest (``models/`` was removed): nobody can connect to them.
         stale_staging: files under ``staging/`` that nobody has written to for an hour: left by killed processes, safe to remove.
     """
 
@@ -60,12 +61,14 @@ class VerifyReport:
     sequences: int = 0
     bad: list[BadFile] = field(default_factory=list)
     broken_edits: list[BrokenEdit] = field(default_factory=list)
+    unlisted: dict[str, int] = field(default_factory=dict)
     stale_staging: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
-        """Nothing is bad, and every edit whole. Stale staging files are not bad: nobody sees them."""
-        return not (self.bad or self.broken_edits)
+        """Nothing is bad, every edit whole, and every object of a model that the store says it has. Stale staging files are not bad: nobody
+        sees them."""
+        return not (self.bad or self.broken_edits or self.unlisted)
 
     @property
     def empty(self) -> bool:
@@ -130,12 +133,21 @@ def verify_tier(tier: ObjectTier, progress: Callable[[int, int], None] | None = 
     """As :func:`verify_store`, of an open tier."""
     report = VerifyReport()
     salted: dict[_Cache, dict[str, _Salted]] = defaultdict(dict)
+    listed = set(tier.list_manifests())
+
+    def look(path: str) -> None:
+        loaded = tier.load_path(path)
+        _note(salted, loaded)
+        if loaded is not None and manifest_path(loaded.record.geometry, loaded.record.kind) not in listed:
+            name = f"{loaded.record.geometry.model}, {loaded.record.kind.value}"
+            report.unlisted[name] = report.unlisted.get(name, 0) + 1
+
     entries = sorted(tier.list_objects(), key=lambda e: e.path)
     for done, entry in enumerate(entries, 1):
         report.objects += 1
         report.nbytes += entry.nbytes
         if is_object_path(entry.path):
-            _check(report, entry.path, lambda path: _note(salted, tier.load_path(path)))
+            _check(report, entry.path, look)
         else:
             report.bad.append(BadFile(entry.path, "not the name of an object"))
         if progress is not None:

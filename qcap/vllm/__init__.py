@@ -27,7 +27,7 @@ def transfer_config(
     *,
     query: bool = False,
     chunk_size: int = 256,
-    on_pressure: str = "wait",
+    on_pressure: str | None = "wait",
     kv: bool = True,
     load: str = "salted",
     **more: Any,
@@ -38,7 +38,8 @@ def transfer_config(
         store_url: ``file:///data/captures`` or another URL of :func:`qcap.connect`.
         query: capture post-RoPE queries too.
         chunk_size: tokens in a stored chunk; a multiple of the engine's block size.
-        on_pressure: ``"wait"`` holds the engine back rather than lose a row; ``"skip"`` never slows it and counts what it left out.
+        on_pressure: ``"wait"``, also for None, holds the engine back rather than lose a row; ``"skip"`` never slows it and counts what it
+            left out.
         kv: capture keys and values.
         load: who may load stored KV: ``"salted"`` requests, ``"all"``, or ``"off"``.
         **more: ``q_ring_bytes``, ``q_ring_blocks``, ``q_ring_depth``, ``q_recorded_layers``, ``host_bytes``, ``load_ahead_bytes``,
@@ -60,7 +61,7 @@ def transfer_config(
         "qcap.transfer_intermediate_tensors": query,
         "qcap.kv": kv,
         "qcap.chunk_size": chunk_size,
-        "qcap.on_pressure": on_pressure,
+        "qcap.on_pressure": "wait" if on_pressure is None else on_pressure,
         "qcap.load": load,
     }
     extra.update((ARGUMENTS[name], value) for name, value in more.items())

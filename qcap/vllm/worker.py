@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import platform
@@ -24,6 +25,7 @@ from qcap.geometry import Geometry, Rope, dtype_name, parse_dtype
 from qcap.kinds import CacheKind
 from qcap.rope import rope_from_hf_config
 from qcap.store.metrics import RateLimitedLog
+from qcap.store.objects import NUMERICS
 from qcap.store.tiers import Backend, LoadedChunk
 from qcap.tokens import TokenChunk, chunk_key
 from qcap.vllm.hooks import (
@@ -156,11 +158,11 @@ class WorkerSide:
             },
         )
         self._layer_loads = self._make_layer_loads(geometry, backend, device, arena)
-        if features:  # every rank checks; the manifest is rank 0's, and writing it again changes nothing
+        if features or self._config.load != "off":  # every rank checks; the manifest is rank 0's, and writing it again changes nothing
             try:
                 backend.put_manifest(geometry.for_rank(0), [f.kind for f in features], self._engine_info(kv_caches))
             except GeometryMismatch:
-                if self._config.on_pressure == "wait":
+                if self._config.on_pressure == "wait" or self._config.load != "off":  # what is stored must not be loaded either
                     raise
                 logger.exception("qcap captures nothing")
                 for feature in features:
@@ -407,6 +409,7 @@ class WorkerSide:
             "host": platform.machine(),
             "layout": self.layout,
             "engine_id": self._engine_id,
+            NUMERICS: json.dumps(numerics(self._vllm_config.model_config)),
         }
 
     # ---- the step -----------------------------------------------------------------------------------------------------------------
@@ -647,6 +650,21 @@ def _available_bytes() -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
         return 32 << 30
+
+
+_NUMERICS = (
+    "hidden_size intermediate_size num_hidden_layers hidden_act hidden_activation rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps "
+    "attention_bias qkv_bias mlp_bias query_pre_attn_scalar attn_logit_softcapping attention_multiplier embedding_multiplier "
+    "residual_multiplier num_experts_per_tok norm_topk_prob routed_scaling_factor use_qk_norm"
+).split()
+"""Fields of a model's config that its rows depend on, and that the geometry does not hold."""
+
+
+def numerics(model: Any) -> dict[str, str | int | float | bool]:
+    """What rows of an engine's ``model_config`` depend on beside weights and geometry."""
+    config = getattr(model, "hf_text_config", model.hf_config)
+    said = {name: getattr(config, name, None) for name in _NUMERICS} | {"quantization": str(getattr(model, "quantization", None))}
+    return {name: value for name, value in said.items() if isinstance(value, str | int | float | bool)}
 
 
 def certified_rope(config: Any, modules: Sequence[Any]) -> Rope:

@@ -16,7 +16,7 @@ import qcap
 from qcap.backends import open_backend
 from qcap.cli import _print_table
 from qcap.demo.run import DemoFailed
-from qcap.errors import StoreUnavailable
+from qcap.errors import ModelNotFound, StoreUnavailable
 from qcap.store.tiers import SequenceRecord
 from qcap.tokens import ChunkedTokenDatabase, chunk_key
 
@@ -179,6 +179,17 @@ def test_verify_of_an_edit_that_is_not_whole(small_store, qcap_command):
         (edit,) = found["broken_edits"]
         assert code == 1 and not found["ok"] and found["bad"] == []
         assert edit["salt"] == "my-edit" and edit["reason"].startswith("chunk 2 (tokens 8..11) of 3: not there. Store the edit again")
+
+
+def test_verify_of_objects_that_nothing_can_connect_to(small_store, qcap_command):
+    for path in (small_store.folder / "models").rglob("*.json"):
+        path.unlink()
+    code, found = parsed(qcap_command("verify", small_store.url, "--json"))
+    assert code == 1 and not found["ok"] and found["bad"] == [] and sum(found["unlisted"].values()) == found["objects"] == 9
+    code, out, _ = qcap_command("verify", small_store.url)
+    assert code == 1 and "9 without a manifest" in out and "no manifest, so nothing can connect" in out and "sound" not in out
+    with pytest.raises(ModelNotFound, match="has objects or receipts, but no manifest"):
+        qcap.connect(small_store.url)
 
 
 @pytest.mark.parametrize(("name", "said"), [("nothing", "does not exist"), ("bare", "exists; is it the one")])

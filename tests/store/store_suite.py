@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import threading
 
 import pytest
@@ -11,6 +12,8 @@ from store_makers import SMALL, chunk, equal_bits, geometry
 
 from qcap.errors import GeometryMismatch, ObjectCorrupt, ShapeError
 from qcap.kinds import CacheKind
+from qcap.store import objects
+from qcap.store.objects import NUMERICS
 from qcap.store.tiers import Backend, SequenceRecord, StoreOutcome
 
 T_S = 30.0
@@ -369,6 +372,30 @@ class BackendSuite:
         with pytest.raises(GeometryMismatch, match=r"num_kv_heads: 2 here, 4 there|num_kv_heads: 4 here, 2 there"):
             backend.put_manifest(geometry(num_kv_heads=4), kinds, {})
         assert backend.manifests() == [(SMALL, (CacheKind.KV,), {})]
+
+    @pytest.mark.parametrize("kinds", [[], [CacheKind.KV], [CacheKind.QUERY]])
+    def test_manifest_of_another_configuration(self, backend: Backend, kinds: list[CacheKind]) -> None:
+        """Rows that another configuration of the model computed must not be served for this one's."""
+        mine, theirs = (
+            {NUMERICS: json.dumps({"rms_norm_eps": eps, "hidden_act": "silu", only: 1})} for eps, only in ((1e-5, "a"), (0.5, "b"))
+        )
+        backend.put_manifest(SMALL, [CacheKind.KV], mine)
+        with pytest.raises(GeometryMismatch, match=r"rms_norm_eps: 0\.5 here, 1e-05 there\. Give another store, or model_name="):
+            backend.put_manifest(SMALL, kinds, theirs)
+        backend.put_manifest(SMALL, kinds, {NUMERICS: json.dumps({"rms_norm_eps": 1e-5, "c": 2})})  # what one alone says is not compared
+        backend.put_manifest(SMALL, kinds, {})  # an older qcap's
+        assert backend.manifests()[0][2] == mine
+
+    def test_a_manifest_that_is_gone_is_written_again(self, backend: Backend, monkeypatch) -> None:
+        """With the next receipt: somebody emptied the store of an engine that goes on."""
+        monkeypatch.setattr(objects, "LOOK_S", 0.0)
+        backend.put_manifest(SMALL, [CacheKind.KV], {"vllm": "0.32"})
+        tier = backend._tier
+        for path in tier.list_manifests():
+            tier.bucket.delete(path)
+        assert backend.manifests() == []
+        backend.put_sequence(receipt("r", 1.0)).result(T_S)
+        assert backend.manifests() == [(SMALL, (CacheKind.KV,), {"vllm": "0.32"})]
 
     def test_receipts_oldest_first(self, backend: Backend) -> None:
         for name, at in (("b", 2.0), ("../../a b\0", 3.0), ("c", 1.0)):

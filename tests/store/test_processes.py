@@ -99,7 +99,7 @@ def test_two_writers_and_a_reader(tmp_path) -> None:
     assert reads > 100
     for writer in writers:
         finish(writer)
-    assert list(open_tier(str(tmp_path)).list_staging()) == [] and verify_store(str(tmp_path)).ok
+    assert list(open_tier(str(tmp_path)).list_staging()) == [] and not verify_store(str(tmp_path)).bad
 
 
 KILLED = """
@@ -132,7 +132,7 @@ def test_kill_9_leaves_whole_objects(tmp_path) -> None:
             time.sleep(rng.uniform(0.0, 0.1))
             os.kill(pids.pop(), signal.SIGKILL)
             report = verify_store(str(tmp_path))
-            assert report.ok, report.bad
+            assert not report.bad
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
@@ -148,7 +148,7 @@ def test_kill_9_leaves_whole_objects(tmp_path) -> None:
         assert equal_bits(backend.load(record.key).tensor, tensor)
     assert outcomes == {StoreOutcome.STORED, StoreOutcome.EXISTS}
     backend.close()
-    assert verify_store(str(tmp_path)).ok and tier.list_staging() == []
+    assert not verify_store(str(tmp_path)).bad and tier.list_staging() == []
 
 
 EXITS = """

@@ -219,11 +219,26 @@ def test_other_wrong_arguments(without_vllm: None) -> None:
     for arguments, message in (
         ({"kv": False, "load": "off"}, "nothing to do"),
         ({"model_name": ""}, "must be a name"),
+        ({"model_name": "m##query"}, "must not end in '##query'"),
+        ({"q_ring_bytes": 1 << 20, "q_ring_blocks": 8}, "both set.*Leave one out"),
         ({"querry": True}, "unknown argument 'querry': did you mean 'query'"),
         ({"q_ring_bytes": "512M"}, r"qcap\.q\.ring_bytes must be an integer"),
     ):
         with pytest.raises(ConfigError, match=message):
             qcap.vllm.transfer_config("memory://x", **arguments)
+
+
+def test_none_is_the_default() -> None:
+    """Of `transfer_config`: a wrapper that hands None on must not get the mode that drops chunks."""
+    pytest.importorskip("vllm")
+    extra = qcap.vllm.transfer_config("memory://x", on_pressure=None).kv_connector_extra_config
+    assert CaptureConfig.from_extra(extra).on_pressure == "wait"
+
+
+@pytest.mark.parametrize("url", [3, " file:///x", "file:///x ", ["file:///x"]])
+def test_what_is_no_url(url: object, without_vllm: None) -> None:
+    with pytest.raises(ConfigError, match="must be a URL or a folder"):
+        qcap.vllm.transfer_config(url)
 
 
 def test_a_folder_that_cannot_be_written(tmp_path, without_vllm: None, monkeypatch: pytest.MonkeyPatch) -> None:

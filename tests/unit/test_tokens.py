@@ -69,6 +69,19 @@ def test_what_cannot_be_cut_is_refused(bad: object) -> None:  # K14
         ChunkedTokenDatabase(2).chunks(bad)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        ([[1, 2, 3]], r"shape \(1, 3\) of int64: give one sequence, \[0\] of it"),
+        ({"input_ids": [1, 2]}, "got dict: of a tokenizer's output, give input_ids"),
+        (None, "got NoneType"),
+    ],
+)
+def test_what_is_told_of_what_is_no_sequence(bad: object, said: str) -> None:
+    with pytest.raises(TokenError, match=said):
+        as_token_array(bad)
+
+
 @pytest.mark.parametrize("bad", [[-1], [2**32], [0, 2**40], [2**70]])
 def test_ids_beyond_uint32(bad: list[int]) -> None:  # K32
     with pytest.raises(TokenError, match=r"\[0, 2\*\*32\)|flat sequence of integers"):

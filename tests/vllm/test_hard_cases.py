@@ -15,7 +15,7 @@ from qcap.backends import open_backend
 from qcap.geometry import Geometry
 from qcap.kinds import CacheKind
 from qcap.store.verify import verify_store
-from qcap.testing.engine import hf_forward, run_in_process
+from qcap.testing.engine import ProcessFailed, hf_forward, run_in_process
 from qcap.testing.tiny import tiny_model_path
 from qcap.tokens import ChunkedTokenDatabase, chunk_key
 
@@ -140,3 +140,20 @@ def test_skip_never_waits_and_counts(tmp_path: Path, form: str) -> None:
     state = result["state"]
     assert state["ring_held"] == 0 and state["tracks"] == state["buffers_out"] == 0
     assert_every_object_is_right(store, model)
+
+
+def test_another_configuration_of_the_model_is_refused(tmp_path: Path) -> None:
+    """Same name, same shapes, other rows: none of them is served, and none is written among those that are there."""
+    model, store = str(tiny_model_path("llama")), f"file://{tmp_path}"
+    (ids, new) = jobs.make_prompts([150, 120], 1000, seed=5)
+    job = {"model": model, "store": store, "engine": {}, "batches": [[{"ids": ids, "n": 4}]]}
+    run_in_process(jobs.serve, job, timeout_s=300)
+    objects = verify_store(store).objects
+    other = {**job, "engine": {"hf_overrides": {"rms_norm_eps": 0.5}}, "batches": [[{"ids": new, "n": 4}]]}
+    with pytest.raises(ProcessFailed, match=r"rms_norm_eps: 0\.5 here, \S+ there\. Give another store, or model_name="):
+        run_in_process(jobs.serve, {**other, "qcap": {"on_pressure": "skip"}}, timeout_s=300)
+    with pytest.raises(ProcessFailed, match="kv:turned-off 3, query:turned-off 3"):  # the engine serves, and its receipt says so
+        run_in_process(jobs.serve, {**other, "qcap": {"on_pressure": "skip", "load": "off"}}, timeout_s=300)
+    assert verify_store(store).objects == objects
+    own = run_in_process(jobs.serve, {**other, "qcap": {"model_name": "other"}}, timeout_s=300)
+    assert own["rounds"][0]["skipped"] == {} and verify_store(store).ok
