@@ -292,7 +292,7 @@ class RestingPipe:
             if self._aside:
                 self._streams.wait(self._streams.compute(), self._events[index % len(self._events)])
             self._next += 1
-            if self._queued < (min(index + self._ahead + 2, self._connector.num_layers) if self._aside else self._next):
+            if self._queued < (self._connector.num_layers if self._aside else self._next):
                 self._queue(self._queued)
         except Exception as error:
             self._fail(error)

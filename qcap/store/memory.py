@@ -94,7 +94,10 @@ class _Chunk:
             if self._tensor is None or self._lease is None or not self._lease.pinned:
                 return None
             self._lease.hold()
-            return Resting(self._tensor, self._lease)
+            resting = Resting(self._tensor, self._lease)
+        if self.order is not None:
+            self.order.touch(self)  # while it is read nothing is gained by moving it
+        return resting
 
     @contextmanager
     def borrow(self) -> Iterator[torch.Tensor]:

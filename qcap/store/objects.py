@@ -283,7 +283,12 @@ class ObjectTier:
             return
         self._looked_at = time.monotonic()
         for path, data in self._own_manifests.items():
-            if not self.bucket.exists(path) and self.bucket.stage([data]).publish(path):
+            if self.bucket.exists(path):
+                continue
+            if not self.bucket.stage([data]).publish(path):  # another process was first
+                own = json.loads(data)
+                self._check_manifest(path, Geometry.from_dict(own["geometry"]), own["engine"])
+            else:
                 logger.warning("%s: the manifest %s was gone, and is written again: was the store emptied?", self.url, path)
 
     def read_manifest(self, path: str) -> tuple[Geometry, CacheKind, dict[str, str]] | None:
@@ -319,7 +324,10 @@ class ObjectTier:
 
     def put_sequence(self, record: SequenceRecord) -> None:
         """Publish a receipt, and the manifests again if they are gone."""
-        self._manifests_again()
+        try:
+            self._manifests_again()
+        except Exception as error:  # the receipt is worth more
+            logger.warning("%s: it is not known whether its manifests are still there: %s: %s", self.url, type(error).__name__, error)
         body = msgspec.json.encode(record)
         name = f"{slug(record.engine_id, 24)}-{slug(record.request_id, 64)}-{blake3(body).hexdigest()[:16]}"
         data = b'{"format":%d,"sequence":%s}' % (JSON_FORMAT, body)
@@ -380,10 +388,19 @@ class ObjectTier:
 def check_numerics(mine: str, theirs: str, what: str) -> None:
     """Raise ``GeometryMismatch`` if two engines, each as its manifest's ``numerics`` says, compute different rows of the same tokens.
     What only one of them says is not compared."""
-    here, there = (json.loads(text) if text else {} for text in (mine, theirs))
-    differing = [f"{name}: {here[name]!r} here, {there[name]!r} there" for name in here if name in there and here[name] != there[name]]
+    here, there = _object(mine), _object(theirs)
+    both = {name: (here[name], there[name]) for name in here if name in there}
+    differing = [f"{name}: {a!r} here, {b!r} there" for name, (a, b) in both.items() if json.dumps(a) != json.dumps(b)]
     if differing:
         raise GeometryMismatch(f"{what} was computed by another configuration of it: " + "; ".join(differing))
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {}
 
 
 def manifest_path(geometry: Geometry, kind: CacheKind) -> str:

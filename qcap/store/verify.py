@@ -133,14 +133,15 @@ def verify_tier(tier: ObjectTier, progress: Callable[[int, int], None] | None = 
     """As :func:`verify_store`, of an open tier."""
     report = VerifyReport()
     salted: dict[_Cache, dict[str, _Salted]] = defaultdict(dict)
-    listed = set(tier.list_manifests())
+    needed: dict[str, tuple[str, int]] = {}  # path of a manifest -> of what, of how many objects
 
     def look(path: str) -> None:
         loaded = tier.load_path(path)
         _note(salted, loaded)
-        if loaded is not None and manifest_path(loaded.record.geometry, loaded.record.kind) not in listed:
-            name = f"{loaded.record.geometry.model}, {loaded.record.kind.value}"
-            report.unlisted[name] = report.unlisted.get(name, 0) + 1
+        if loaded is not None:
+            r = loaded.record
+            wanted = manifest_path(r.geometry, r.kind)
+            needed[wanted] = f"{r.geometry.model}, {r.kind.value}", needed.get(wanted, ("", 0))[1] + 1
 
     entries = sorted(tier.list_objects(), key=lambda e: e.path)
     for done, entry in enumerate(entries, 1):
@@ -155,6 +156,9 @@ def verify_tier(tier: ObjectTier, progress: Callable[[int, int], None] | None = 
     report.broken_edits = sorted(_broken_edits(salted), key=lambda e: (e.model, e.kind, e.salt, e.reason))
     manifests, sequences = tier.list_manifests(), tier.list_sequences()
     report.manifests, report.sequences = len(manifests), len(sequences)
+    for path, (name, count) in needed.items():
+        if path not in manifests:
+            report.unlisted[name] = report.unlisted.get(name, 0) + count
     for path in manifests:
         _check(report, path, tier.read_manifest)
     for path in sequences:

@@ -348,7 +348,10 @@ class LayerLoads:
         if self._backend.keeps_leases:
             for entry in entries:
                 if entry.problem is None:
-                    self._backend.loaded([record.key for record in entry.records])
+                    try:
+                        self._backend.loaded([record.key for record in entry.records])
+                    except Exception as error:  # they are loaded all the same
+                        logger.warning("the store was not told what was loaded: %s: %s", type(error).__name__, error)
         return [
             LoadOutcome(
                 entry.load,

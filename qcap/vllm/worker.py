@@ -116,7 +116,8 @@ class WorkerSide:
         """vLLM has allocated its pages: certify layouts, size the ring, hook the layers, publish the manifest.
 
         Raises:
-            GeometryMismatch: the store holds another model's geometry under this name (only with ``on_pressure="wait"``).
+            GeometryMismatch: the store holds what another model, or another configuration of this one, computed under its name. With
+                ``on_pressure="skip"`` and ``load="off"`` the engine goes on, and captures nothing.
         """
         if self._query is not None and self._always_launch:
             _recorded.append(self._query.graph_buffers)
@@ -158,11 +159,12 @@ class WorkerSide:
             },
         )
         self._layer_loads = self._make_layer_loads(geometry, backend, device, arena)
-        if features or self._config.load != "off":  # every rank checks; the manifest is rank 0's, and writing it again changes nothing
+        loads = self._pages is not None and self._config.load != "off"
+        if features or loads:  # every rank checks; the manifest is rank 0's, and writing it again changes nothing
             try:
-                backend.put_manifest(geometry.for_rank(0), [f.kind for f in features], self._engine_info(kv_caches))
+                backend.put_manifest(geometry.for_rank(0), [f.kind for f in features], self._engine_info(kv_caches, geometry.rope))
             except GeometryMismatch:
-                if self._config.on_pressure == "wait" or self._config.load != "off":  # what is stored must not be loaded either
+                if self._config.on_pressure == "wait" or loads:  # what is stored must not be loaded either
                     raise
                 logger.exception("qcap captures nothing")
                 for feature in features:
@@ -398,7 +400,7 @@ class WorkerSide:
         self.layout = layouts[0].name
         return feature
 
-    def _engine_info(self, kv_caches: Mapping[str, Any]) -> dict[str, str]:
+    def _engine_info(self, kv_caches: Mapping[str, Any], rope: Rope) -> dict[str, str]:
         import vllm
 
         return {
@@ -409,7 +411,7 @@ class WorkerSide:
             "host": platform.machine(),
             "layout": self.layout,
             "engine_id": self._engine_id,
-            NUMERICS: json.dumps(numerics(self._vllm_config.model_config)),
+            NUMERICS: json.dumps(numerics(self._vllm_config.model_config, rope), default=str),
         }
 
     # ---- the step -----------------------------------------------------------------------------------------------------------------
@@ -655,16 +657,29 @@ def _available_bytes() -> int:
 _NUMERICS = (
     "hidden_size intermediate_size num_hidden_layers hidden_act hidden_activation rms_norm_eps layer_norm_eps layer_norm_epsilon norm_eps "
     "attention_bias qkv_bias mlp_bias query_pre_attn_scalar attn_logit_softcapping attention_multiplier embedding_multiplier "
-    "residual_multiplier num_experts_per_tok norm_topk_prob routed_scaling_factor use_qk_norm"
+    "residual_multiplier num_experts_per_tok norm_topk_prob routed_scaling_factor use_qk_norm clip_qkv scale_emb scale_depth "
+    "activation_function use_parallel_residual moe_intermediate_size n_group topk_group scoring_func swiglu_limit layer_types "
+    "no_rope_layers"
 ).split()
 """Fields of a model's config that its rows depend on, and that the geometry does not hold."""
 
 
-def numerics(model: Any) -> dict[str, str | int | float | bool]:
-    """What rows of an engine's ``model_config`` depend on beside weights and geometry."""
+def numerics(model: Any, rope: Rope) -> dict[str, Any]:
+    """What rows of an engine's ``model_config`` depend on beside weights and geometry: plain JSON values.
+
+    Quantization is what the checkpoint says, where it says it: the engine's own names for it are those of its implementations, which
+    change with versions and devices. The config's rope is part of it only if the geometry does not hold it.
+    """
     config = getattr(model, "hf_text_config", model.hf_config)
-    said = {name: getattr(config, name, None) for name in _NUMERICS} | {"quantization": str(getattr(model, "quantization", None))}
-    return {name: value for name, value in said.items() if isinstance(value, str | int | float | bool)}
+    said = {name: getattr(config, name, None) for name in _NUMERICS}
+    quantized = getattr(config, "quantization_config", None) or getattr(model.hf_config, "quantization_config", None)
+    if isinstance(quantized, Mapping):
+        said["quantization"] = [quantized.get(name) for name in ("quant_method", "bits")]
+    else:
+        said["quantization"] = str(getattr(model, "quantization", None))
+    if rope.kind == "unsupported":
+        said["rope"] = [getattr(config, name, None) for name in ("rope_parameters", "rope_scaling", "rope_theta")]
+    return {name: value for name, value in said.items() if isinstance(value, str | int | float | bool | list)}
 
 
 def certified_rope(config: Any, modules: Sequence[Any]) -> Rope:

@@ -397,6 +397,38 @@ class BackendSuite:
         backend.put_sequence(receipt("r", 1.0)).result(T_S)
         assert backend.manifests() == [(SMALL, (CacheKind.KV,), {"vllm": "0.32"})]
 
+    def test_how_often_a_far_store_is_asked_for_its_manifests(self, backend: Backend, monkeypatch) -> None:
+        backend.put_manifest(SMALL, [CacheKind.KV], {})
+        tier = backend._tier
+        monkeypatch.setattr(type(tier), "cheap_exists", False)
+        (path,) = tier.list_manifests()
+        tier.bucket.delete(path)
+        backend.put_sequence(receipt("r", 1.0)).result(T_S)
+        assert tier.list_manifests() == [], "it was looked at a moment ago"
+        monkeypatch.setattr(objects, "LOOK_S", 0.0)
+        backend.put_sequence(receipt("s", 1.0)).result(T_S)
+        assert tier.list_manifests() == [path]
+
+    def test_a_receipt_is_stored_though_manifests_cannot_be_looked_for(self, backend: Backend, monkeypatch) -> None:
+        monkeypatch.setattr(objects, "LOOK_S", 0.0)
+        backend.put_manifest(SMALL, [CacheKind.KV], {})
+        exists = backend._tier.bucket.exists
+
+        def refused(path: str) -> bool:
+            if path.startswith("models/"):
+                raise PermissionError("403")
+            return exists(path)
+
+        monkeypatch.setattr(backend._tier.bucket, "exists", refused)
+        backend.put_sequence(receipt("r", 1.0)).result(T_S)
+        assert [r.request_id for r in backend.sequences(SMALL.model)] == ["r"] and backend.counters()["sequences_failed"] == 0
+
+    @pytest.mark.parametrize("text", ["", "{", "null", "3", '{"rms_norm_eps": null}'])
+    def test_a_manifest_with_strange_numerics(self, backend: Backend, text: str) -> None:
+        backend.put_manifest(SMALL, [CacheKind.KV], {NUMERICS: text})
+        backend.put_manifest(SMALL, [CacheKind.KV], {NUMERICS: text})
+        backend.put_manifest(SMALL, [CacheKind.QUERY], {NUMERICS: json.dumps({"hidden_act": "silu"})})
+
     def test_receipts_oldest_first(self, backend: Backend) -> None:
         for name, at in (("b", 2.0), ("../../a b\0", 3.0), ("c", 1.0)):
             backend.put_sequence(receipt(name, at)).result(T_S)

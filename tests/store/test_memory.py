@@ -616,11 +616,23 @@ def test_the_beginning_of_a_sequence_stays_longest(backend) -> None:
         until(lambda lease=lease: lease.returned and not backend._tier._moving)
 
 
-def test_chunks_on_their_way_out_or_gone_are_not_kept_in_line(tier, backend) -> None:
+def test_what_is_being_loaded_is_not_the_first_to_move(backend) -> None:
+    """Nothing is gained by moving it: who reads it keeps its memory."""
     first, second = lend(backend, index=0), lend(backend, index=1)
     resting = reader_of(backend, first[0]).rest()
+    assert backend.relieve(1)
+    until(lambda: second[2].returned)
+    assert reader_of(backend, first[0]).rest().lease.release() is None and not first[2].returned
+    resting.lease.release()
+
+
+def test_chunks_on_their_way_out_or_gone_are_not_kept_in_line(tier, backend) -> None:
+    first = lend(backend, index=0)
+    resting = reader_of(backend, first[0]).rest()
     assert backend.relieve(1)  # it moves, while its old memory is read
-    until(lambda: reader_of(backend, first[0]).rest() is None)
+    until(lambda: not backend._tier._moving)
+    second = lend(backend, index=1)
+    assert reader_of(backend, first[0]).rest() is None
     backend.loaded([first[0].key, second[0].key, chunk(9)[0].key])
     assert len(backend._tier._lent) == 1
     resting.lease.release()

@@ -316,6 +316,35 @@ def test_who_waits_where_two_layers_do_not_fit() -> None:  # L15
     bench.streams.run()
 
 
+def test_each_step_scatters_where_its_own_size_says() -> None:
+    bench = Bench(3, (3,), staging=CH, slots=4, ahead=1)
+    for chunks, aside in ((3, True), (1, False), (3, True), (2, False)):
+        bench.streams.trace.clear()
+        seen = bench.run([bench.span(0, chunks * CH)])
+        bench.streams.run()
+        assert (("record", "pages") in bench.streams.trace) == aside
+        assert all(torch.equal(seen[layer][:, : chunks * CH], bench.shelf.rows[:, layer, : chunks * CH]) for layer in range(3))
+
+
+def test_a_step_whose_end_cannot_be_ordered_has_failed(monkeypatch) -> None:
+    """Two layers are queued, and compute cannot be made to wait for them: nobody knows what their pages hold."""
+    bench = Bench(4, (2,), staging=CH, ahead=1)
+    bench.pipe.begin([bench.span()])
+    bench.pipe.layer(0)
+    wait = bench.streams.wait
+
+    def refused(stream: str, event: object) -> None:
+        if stream == "compute":
+            raise RuntimeError("device lost")
+        wait(stream, event)
+
+    monkeypatch.setattr(bench.streams, "wait", refused)
+    bench.pipe.end()
+    assert "device lost" in str(bench.pipe.failure)
+    bench.streams.run()
+    assert not bench.pipe.poll() and bench.shelf.lent() == 0
+
+
 def test_who_waits() -> None:  # L14 L15
     bench = Bench(4, (2,), staging=CH, ahead=1, slots=4)
     trace = bench.streams.trace
