@@ -470,7 +470,7 @@ class Engine:
     """Two fake layers with real pages, and a worker on them."""
 
     def __init__(self, monkeypatch, *, store="memory://hooks-layouts", layers=None, names=None, caches=None, extra=None, **changes):
-        monkeypatch.setattr(WorkerSide, "_engine_info", lambda self, caches: {})
+        monkeypatch.setattr(WorkerSide, "_engine_info", lambda self, caches, rope: {})
         monkeypatch.setattr(worker_module, "_rank", lambda parallel: 0)
         monkeypatch.setattr(worker_module, "engine_ropes", list)
         monkeypatch.setattr(worker_module, "slot_mapping_of", lambda name, metadata: metadata)
