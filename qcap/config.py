@@ -12,6 +12,7 @@ from numbers import Real
 from typing import Any
 
 from qcap.errors import ConfigError
+from qcap.kinds import CacheKind
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off", ""}
@@ -177,8 +178,8 @@ def _url(key: str, value: Any) -> str:
 def _name(key: str, value: Any) -> str:
     if not str(value).strip() or "\0" in str(value):
         raise ConfigError(f"{key} must be a name that chunks are stored under, got {value!r}: leave it out to take the engine's own")
-    if str(value).endswith("##query"):
-        raise ConfigError(f"{key} must not end in '##query', which names the queries of a model, got {value!r}")
+    if str(value).endswith(suffix := CacheKind.QUERY.suffix):
+        raise ConfigError(f"{key} must not end in {suffix!r}, which names the queries of a model, got {value!r}")
     return str(value)
 
 

@@ -11,9 +11,10 @@ import time
 from pathlib import Path
 
 import pytest
-from store_makers import chunk, equal_bits
+from store_makers import SMALL, chunk, equal_bits
 
 from qcap.backends import open_backend
+from qcap.kinds import CacheKind
 from qcap.store.tiers import StoreOutcome
 from qcap.store.urls import open_tier
 from qcap.store.verify import verify_store
@@ -74,6 +75,7 @@ def test_two_writers_and_a_reader(tmp_path) -> None:
     writers = [start(WRITER, str(tmp_path)) for _ in range(2)]
     chunks = [chunk(seed) for seed in range(60)]
     backend = open_backend(str(tmp_path))
+    backend.put_manifest(SMALL, [CacheKind.KV], {})
 
     def read(seeds: range) -> set[int]:
         seen = set()
@@ -99,7 +101,7 @@ def test_two_writers_and_a_reader(tmp_path) -> None:
     assert reads > 100
     for writer in writers:
         finish(writer)
-    assert list(open_tier(str(tmp_path)).list_staging()) == [] and not verify_store(str(tmp_path)).bad
+    assert list(open_tier(str(tmp_path)).list_staging()) == [] and verify_store(str(tmp_path)).ok
 
 
 KILLED = """
@@ -122,6 +124,7 @@ for i in itertools.count():
 def test_kill_9_leaves_whole_objects(tmp_path) -> None:
     """Six writers at once, killed one after the other; what can be seen is whole after each."""
     rng = random.Random(0)
+    open_tier(str(tmp_path)).put_manifest(SMALL, [CacheKind.KV], {})
     parent = start(KILLED, str(tmp_path))
     pids = [int(parent.stdout.readline() or pytest.fail(parent.communicate()[1])) for _ in range(6)]
     try:
@@ -132,7 +135,7 @@ def test_kill_9_leaves_whole_objects(tmp_path) -> None:
             time.sleep(rng.uniform(0.0, 0.1))
             os.kill(pids.pop(), signal.SIGKILL)
             report = verify_store(str(tmp_path))
-            assert not report.bad
+            assert report.ok, report.bad
     finally:
         for pid in pids:
             os.kill(pid, signal.SIGKILL)
@@ -148,7 +151,7 @@ def test_kill_9_leaves_whole_objects(tmp_path) -> None:
         assert equal_bits(backend.load(record.key).tensor, tensor)
     assert outcomes == {StoreOutcome.STORED, StoreOutcome.EXISTS}
     backend.close()
-    assert not verify_store(str(tmp_path)).bad and tier.list_staging() == []
+    assert verify_store(str(tmp_path)).ok and tier.list_staging() == []
 
 
 EXITS = """
